@@ -144,7 +144,6 @@ def _commands(endpoint: str, repeat: int) -> dict[str, Timings]:
         "ftcoord history": lambda: _ftcoord(endpoint, "history", JOB),
         "ftcoord why": lambda: _ftcoord(endpoint, "why", JOB),
         "ftcoord doctor": lambda: _ftcoord(endpoint, "doctor"),
-        "ftcoord gc": lambda: _ftcoord(endpoint, "gc", "--yes"),
         "ftcoord watch": lambda: _watch(endpoint),
     }
     found = {what: Timings() for what in whats}

@@ -11,8 +11,6 @@ Rendezvous (needs torch):
 Coordination:
 
 - `coordination`: torchft's coordination API without a lighthouse, and an `Observer` of jobs.
-- `Election`: lets one of several processes lead at a time.
-- `Barrier`: lets a fixed number of processes pass together.
 - `Heartbeat`: shows other processes that this one is alive, with some data.
 - `watch_heartbeats`: iterates over the processes that join, change, leave and are lost.
 - `timer`: expiration timers for `torch.distributed.elastic.timer`.
@@ -56,8 +54,6 @@ if TYPE_CHECKING:
     from ftcoord.heartbeat import Heartbeat, watch_heartbeats
     from ftcoord.primitives.deaths import cause_of_death
     from ftcoord.primitives.session import Session
-    from ftcoord.recipes.barrier import Barrier
-    from ftcoord.recipes.election import Election
     from ftcoord.rendezvous.backend import EtcdRendezvousBackend
     from ftcoord.rendezvous.handler import EtcdRendezvousHandler
     from ftcoord.rendezvous.init_method import register_init_methods
@@ -65,10 +61,8 @@ if TYPE_CHECKING:
     from ftcoord.store import EtcdStore
 
 _HOMES = {
-    "Barrier": "ftcoord.recipes.barrier",
     "Compare": "ftcoord.etcd.api",
     "Delete": "ftcoord.etcd.api",
-    "Election": "ftcoord.recipes.election",
     "EtcdClient": "ftcoord.etcd.client",
     "EtcdCluster": "ftcoord.embedded.cluster",
     "EtcdConfig": "ftcoord.config",
@@ -89,10 +83,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "Barrier",
     "Compare",
     "Delete",
-    "Election",
     "EtcdClient",
     "EtcdCluster",
     "EtcdConfig",

@@ -22,7 +22,7 @@ FAMILIES: Final = {
     "watching": ("watch",),
     "explaining": ("history", "why"),
     "doctor": ("doctor",),
-    "acting": ("evict", "drain", "close", "kill", "gc"),
+    "acting": ("evict", "drain", "close", "kill"),
     "paging": ("dashboard",),
     "serving": ("demo", "server", "gateway", "metrics"),
 }

@@ -47,18 +47,6 @@ def address(endpoint: str, run: str) -> str:
     return f"etcd://{endpoint}/{run}?min_replicas=1&join_timeout_ms=100&heartbeat_timeout_ms={1000 * TTL}"
 
 
-def election(endpoint: str, run: str) -> object:
-    election = ftcoord.Election(run, "name", etcd=endpoint, lease_ttl=TTL)
-    assert not election.campaign(60).lost
-    return election
-
-
-def barrier(endpoint: str, run: str) -> object:
-    barrier = ftcoord.Barrier(run, "name", 1, etcd=endpoint, lease_ttl=TTL)
-    assert barrier.wait(60) == 0
-    return barrier
-
-
 def client(endpoint: str, run: str) -> object:
     client = ftcoord.EtcdClient(endpoint)
     began = threading.Event()
@@ -180,8 +168,6 @@ def gateway(endpoint: str, run: str) -> object:
 
 
 MAKERS: dict[str, Callable[[str, str], object]] = {
-    "Barrier": barrier,
-    "Election": election,
     "EtcdClient": client,
     "EtcdCluster": cluster,
     "EtcdRendezvousHandler": handler,

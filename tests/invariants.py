@@ -16,11 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from ftcoord.coordination import policy as quorums
-from ftcoord.core import barrier, election
-from ftcoord.core.barrier import BarrierSituation
-from ftcoord.core.barrier_records import Arrival, Generation
-from ftcoord.core.election import ElectionSituation
-from ftcoord.core.election_records import Term
 from ftcoord.core.layout import Span, decided_key, roll_key, round_key, round_store_prefix
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord
@@ -260,49 +255,6 @@ def _check_majority(
     require("S5 more than half of the live replicas ask", 2 * len(asking) > len(alive) + situation.unreadable)
 
 
-# -- elections and barriers -------------------------------------------------------------------------------------
-
-
-def check_term(situation: ElectionSituation, new: Term) -> None:
-    """Check S1 and S2 for a record that `core.election.decide` wants to publish. Raises InvariantBroken."""
-    old, able = situation.previous, {one.member for one in situation.members}
-    known = max(situation.highest, *(one.ask.after for one in situation.members), 0)
-    if old is not None and new.number == old.number:
-        require("S1 one leader a term", new.member == old.member)
-        require("S1 only a live member leads", new.member in able | situation.unreadable)
-        require("S2 no term that was over begins again", new.number >= known)
-        return
-    require("S1 only a live member leads", new.member in able)
-    require("S2 terms only grow", new.number > max(known, old.number if old else 0))
-    leads = old is not None and old.number >= known and old.member in able | situation.unreadable
-    require("S1 a leader that lives is not replaced", not leads)
-
-
-def check_generation(situation: BarrierSituation, new: Generation) -> None:
-    """Check S1 and S2 for a record that `core.barrier.decide` wants to publish. Raises InvariantBroken."""
-    old = situation.previous or Generation(0, new.parties, ())
-    if new.number == old.number:
-        require("S1 who has passed has passed", new.passed == old.passed)
-        return
-    asks = {one.ask.party: one.ask for one in situation.members}
-    known = max((max(ask.after, ask.known) for ask in asks.values()), default=0)
-    require("S2 generations only grow", new.number > max(known, old.number, situation.highest))
-    together = [one for one in new.passed if one.number == new.number]
-    require("S1 as many pass as agreed", sorted(one.index for one in together) == [*range(new.parties)])
-    require("S1 a party passes once", len({one.party for one in new.passed}) == len(new.passed))
-    before = {one.party: one.number for one in old.passed}
-    arrived = all(_arrives(asks.get(one.party), new.parties, before.get(one.party, 0)) for one in together)
-    require("S1 only those that have arrived pass", arrived)
-    now = {one.party: one.number for one in new.passed}
-    kept = all(now.get(party, 0) >= number for party, number in before.items() if party in asks)
-    require("S1 nobody forgets who has passed", kept)
-
-
-def _arrives(ask: Arrival | None, parties: int, passed: int) -> bool:
-    """Whether this is the ask of a live party that wants to pass after the generation that it `passed`."""
-    return ask is not None and ask.parties == parties and ask.after >= passed
-
-
 # -- in every decision of this process --------------------------------------------------------------------------
 
 
@@ -316,8 +268,6 @@ def checked() -> Iterator[None]:
     places = (
         (rounds, lambda situation, record, *_: check_round(situation, record)),
         (quorums, lambda situation, record, options, _: check_quorum(situation, options, record)),
-        (election, check_term),
-        (barrier, check_generation),
     )
     with contextlib.ExitStack() as undo:
         for module, check in places:

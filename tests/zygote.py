@@ -152,8 +152,6 @@ def load_ftcoord() -> None:
     """What needs no torch, gRPC among it."""
     import ftcoord.coordination
     import ftcoord.heartbeat
-    import ftcoord.recipes.barrier
-    import ftcoord.recipes.election
     import ftcoord.timer  # noqa: F401
 
 

@@ -1,4 +1,4 @@
-"""`ftcoord evict`, `drain`, `close`, `kill` and `gc`. Each asks for confirmation, and reports what it did."""
+"""`ftcoord evict`, `drain`, `close` and `kill`. Each asks for confirmation, and reports what it did."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ftcoord.commands.output import Terminal
 from ftcoord.config import full_text, seconds, whole
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import neutral
-from ftcoord.operator.told import FORMAT, Done
+from ftcoord.operator.told import Done
 
 COMMON: Final = (*ETCD_FLAGS, KEYS_FLAG, YES_FLAG, *OUTPUT_FLAGS)
 
@@ -25,9 +25,6 @@ _REASON: Final = Flag(
     "--reason", "FTCOORD_REASON", "the reason, recorded for those who read about it later", full_text, None, "TEXT"
 )
 _FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "drain even if too few nodes stay for a round", whole(0, 1), 0)
-_IDLE: Final = Flag(
-    "--idle", "FTCOORD_GC_IDLE", "also delete jobs that are not over but have no members", whole(0, 1), 0
-)
 _WAIT: Final = Flag("--wait", "FTCOORD_KILL_WAIT", "seconds to wait for the manager to obey", seconds, 10.0, "SECONDS")
 
 
@@ -77,15 +74,6 @@ def add_commands(commands: Any) -> None:
     kill.add_argument("replica", metavar="REPLICA", help="the replica's id; its uuid may be left out")
     add(kill, (_REASON, _WAIT, *COMMON))
     kill.set_defaults(run=_kill)
-
-    gc = commands.add_parser(
-        "gc",
-        help="delete the keys of jobs that are over",
-        description="Delete the keys of jobs that are over and have no members left. Those keys would also expire"
-        " automatically. Histories are kept.",
-    )
-    add(gc, (_IDLE, *COMMON))
-    gc.set_defaults(run=_gc)
 
 
 def _evict(options: argparse.Namespace) -> int:
@@ -137,25 +125,6 @@ def _kill(options: argparse.Namespace) -> int:
         return _say(terminal, kill_replica(etcd, options.key_prefix, job, replica, message, options.wait, who()))
 
 
-def _gc(options: argparse.Namespace) -> int:
-    from ftcoord.operator.leftovers import why_kept
-    from ftcoord.operator.remains import remains_of_all, remove
-
-    terminal, did = terminal_of(options), list[str]()
-    with client_of(options) as etcd:
-        found = [(one, why_kept(one, idle=bool(options.idle))) for one in remains_of_all(etcd, options.key_prefix)]
-        going = [one for one, why in found if not why]
-        left = [f"{one.job!r}: {why}" for one, why in found if why]
-        if going:
-            _ask(options, [f"delete the {one.keys} keys of {one.job!r}" for one in going])
-        for one in going:
-            if remove(etcd, options.key_prefix, one, who()):
-                did.append(f"deleted the {one.keys} keys of {one.job!r}")
-            else:
-                left.append(f"{one.job!r}: somebody has written there since")
-    return _say(terminal, Done(FORMAT, "", tuple(did), tuple(left)), nothing=DONE)
-
-
 def _ask(options: argparse.Namespace, what: Sequence[str]) -> None:
     """Ask for confirmation. Raises ConfigError without a terminal, and NothingThere for a no."""
     from ftcoord.operator.orders import NothingThere
@@ -171,11 +140,11 @@ def _ask(options: argparse.Namespace, what: Sequence[str]) -> None:
         raise NothingThere("nothing was done")
 
 
-def _say(terminal: Terminal, done: Done, nothing: int = NOT_DONE) -> int:
+def _say(terminal: Terminal, done: Done) -> int:
     """Show what was done; the exit code."""
     lines = [*map(neutral, done.did), *(f"left alone: {neutral(one)}" for one in done.left)]
     terminal.tell(done, lines or ["there was nothing to do"])
-    return DONE if done.did else nothing
+    return DONE if done.did else NOT_DONE
 
 
 def who() -> str:

@@ -20,7 +20,7 @@ def add_commands(commands: Any) -> None:
         "doctor",
         help="check whether an etcd cluster is fit for jobs",
         description="Check an etcd cluster: endpoints, version, leader, alarms, space, latency, clocks, TLS, rights"
-        " below the key prefix, a lease and a watch, leftovers. For each problem, say what to do. Writes no keys: it"
+        " below the key prefix, a lease and a watch. For each problem, say what to do. Writes no keys: it"
         " measures write latency by granting and revoking a lease. Exits with status 0 if there is no problem.",
     )
     add(doctor, (*ETCD_FLAGS, KEYS_FLAG, *OUTPUT_FLAGS))

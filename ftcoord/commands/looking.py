@@ -75,7 +75,7 @@ def status_lines(status: JobStatus, terminal: Terminal, rows: int | None) -> Ite
         yield from _quorum_lines(status.quorum, terminal, rows)
     yield from _timer_lines(status.timers, terminal, rows)
     if status.rounds is None and status.quorum is None:
-        yield "it has neither a rendezvous nor quorums: only a store, timers, heartbeats, elections or barriers"
+        yield "it has neither a rendezvous nor quorums: only a store, timers or heartbeats"
     for bad in status.unreadable[:rows]:
         yield f"{terminal.word('unreadable')}: {neutral(bad.key)}: {neutral(bad.problem)}"
     yield from _more(len(status.unreadable), rows)

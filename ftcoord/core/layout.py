@@ -322,38 +322,3 @@ def heartbeats_span(prefix: str) -> Span:
 def heartbeat_key(prefix: str, name: str, lease: int) -> str:
     """The heartbeat of a name, from the process with this lease."""
     return f"{heartbeats_span(prefix).start}{quote(name, safe='')}/{lease:016x}"
-
-
-# -- recipes ----------------------------------------------------------------------------------------------------------
-
-
-def election_prefix(prefix: str, name: str) -> str:
-    """The prefix of an election of a run."""
-    return f"{prefix}/elections/{quote(name, safe='')}"
-
-
-def recipe_spans(prefix: str) -> tuple[Span, ...]:
-    """All groups of a run's recipes, by kind: `ftcoord gc` looks there for live members."""
-    return tuple(Span(f"{prefix}/{kind}/", is_prefix=True) for kind in ("elections", "barriers"))
-
-
-def is_member_key(key: str) -> bool:
-    """Whether a key is among the member keys of any group."""
-    above, _, name = key.rpartition("/")
-    return above.endswith("/members") and len(name) == _ID_DIGITS and not set(name) - _HEX
-
-
-def term_key(prefix: str, number: int) -> str:
-    """The fence of a term of an election: it exists until the next term begins."""
-    return f"{prefix}/terms/{number}"
-
-
-def other_terms(prefix: str, number: int) -> tuple[Span, Span]:
-    """The fences of all terms but this one, which the same transaction may write."""
-    terms, mine = Span(f"{prefix}/terms/", is_prefix=True), term_key(prefix, number)
-    return Span(terms.start, stop=mine), Span(f"{mine}\0", stop=decode_key(terms.end))
-
-
-def barrier_prefix(prefix: str, name: str) -> str:
-    """The prefix of a barrier of a run."""
-    return f"{prefix}/barriers/{quote(name, safe='')}"

@@ -13,9 +13,7 @@ from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace
 from ftcoord.etcd.api import Compare, Get, Put, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.operator.findings import EndpointFacts, EtcdFacts
-from ftcoord.operator.leftovers import why_kept
 from ftcoord.operator.member_http import quantile_bound, read_numbers
-from ftcoord.operator.remains import remains_of_all
 
 READS_TIMED: Final = 5
 WRITES_TIMED: Final = 3
@@ -39,7 +37,7 @@ def examine(config: EtcdConfig, key_prefix: str) -> EtcdFacts:
         facts = _with_rights_to_write(etcd, _with_rights_to_read(etcd, _with_alarms(etcd, facts)))
         if facts.cannot_read:
             return facts
-        return _with_leftovers(etcd, _with_calls_of_agents(etcd, facts))
+        return _with_calls_of_agents(etcd, facts)
     except EtcdError as error:
         lost = EndpointFacts("the cluster", None, str(error))
         return replace(facts, endpoints=[*endpoints, lost])
@@ -115,13 +113,6 @@ def _cannot_renew(etcd: EtcdClient) -> str:
     finally:
         etcd.revoke(lease)
     return ""
-
-
-def _with_leftovers(etcd: EtcdClient, facts: EtcdFacts) -> EtcdFacts:
-    remains = list(remains_of_all(etcd, facts.key_prefix))
-    over = [one.job for one in remains if not why_kept(one, idle=False)]
-    idle = [one.job for one in remains if not why_kept(one, idle=True) and one.job not in over]
-    return replace(facts, over=over, idle=idle)
 
 
 def _timed(call: Callable[[], object], times: int) -> float:

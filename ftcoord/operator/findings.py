@@ -62,7 +62,6 @@ class EtcdFacts:
         cannot_read, cannot_write: why the user may not, below `key_prefix`; empty if it may.
         cannot_renew, cannot_watch: why no lease can be renewed, or no watch be opened; empty if that works, None if it
             was not tried.
-        over, idle: the jobs that are over, and those that are not but have no members left.
     """
 
     endpoints: Sequence[EndpointFacts]
@@ -75,8 +74,6 @@ class EtcdFacts:
     write_seconds: float | None = None
     cannot_read: str = ""
     cannot_write: str = ""
-    over: Sequence[str] = ()
-    idle: Sequence[str] = ()
     is_login_off: bool = False
     is_full: bool = False
     cannot_renew: str | None = None
@@ -95,7 +92,6 @@ def findings(facts: EtcdFacts) -> Examination:
         *_security(facts),
         *_rights(facts),
         *_calls_of_agents(facts),
-        *_leftovers(facts),
         *_fsync(facts),
         *_clocks(facts),
     ]
@@ -280,16 +276,6 @@ def _calls_of_agents(facts: EtcdFacts) -> Iterator[Finding]:
             yield Finding(PROBLEM, about, f"not one {works}: {problem}", do)
         elif problem is not None:
             yield Finding(OK, about, works)
-
-
-def _leftovers(facts: EtcdFacts) -> Iterator[Finding]:
-    for jobs, what, do in (
-        (facts.over, "over", "nothing must be done: they expire; `ftcoord gc` deletes them now"),
-        (facts.idle, "not over and have nobody left", "they expire, or go on; `ftcoord gc --idle` deletes them now"),
-    ):
-        if jobs:
-            some = ", ".join(map(repr, jobs[:3])) + (", ..." if len(jobs) > 3 else "")
-            yield Finding(HINT, "leftovers", f"{len(jobs)} jobs are {what}: {some}", do)
 
 
 def _ms(seconds: float) -> str:

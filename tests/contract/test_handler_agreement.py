@@ -200,7 +200,7 @@ def test_a_store_whose_number_comes_again_is_empty(make_nodes: MakeNodes, client
 def test_a_node_of_a_run_that_was_deleted_writes_nothing_into_the_store_of_the_next_one(
     make_nodes: MakeNodes, client: EtcdClient
 ) -> None:
-    """It is cut off while an operator deletes all keys, as `ftcoord gc` does; so the numbers begin again."""
+    """It is cut off while an operator deletes all keys; so the numbers begin again."""
     run = make_nodes(1, 1)
     old = run.one()
     join_all([old])

@@ -1,5 +1,5 @@
 """examples/train.py as the README starts it: it goes on after a `kill -9`, and from its checkpoint after a restart. And
-examples/lost_peer.py: the others hear of what one died."""
+examples/lost_peer.py: the others hear of what one died. And examples/leader.py: the next one leads."""
 
 from __future__ import annotations
 
@@ -100,3 +100,28 @@ def test_a_worker_hears_of_what_its_peer_died(etcd: EtcdServer, tmp_path: Path) 
         assert survivor.wait(DEADLINE) == 1, said(0)
     death = f"{os.uname().nodename} (pid {victim.pid}) was killed by signal 9 (SIGKILL)"
     assert f"rank 1 is lost: {death}" in said(0)
+
+
+def test_another_process_leads_when_the_leader_is_killed(etcd: EtcdServer, tmp_path: Path) -> None:
+    env = {**os.environ, "FTCOORD_ENDPOINTS": etcd.get_endpoint()}
+    with ExitStack() as ends:
+
+        def start(number: int) -> subprocess.Popen[bytes]:
+            with (tmp_path / f"{number}.log").open("wb") as output:
+                process = warm.Popen(
+                    [sys.executable, str(EXAMPLES / "leader.py"), tmp_path.name], env=env, stdout=output, stderr=output
+                )
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+            return process
+
+        def terms() -> list[tuple[int, int]]:
+            """Each term that a process said it leads, and that process, in the order of the terms."""
+            said = "".join((tmp_path / f"{number}.log").read_text() for number in range(3))
+            return sorted((int(term), int(pid)) for pid, term in re.findall(r"pid (\d+) leads term (\d+)", said))
+
+        processes = {process.pid: process for process in map(start, range(3))}
+        for count in (1, 2, 3):
+            eventually(lambda count=count: len(terms()) == count, lambda: f"another one leads: {terms()}")
+            processes[terms()[-1][1]].kill()
+        assert len({pid for _, pid in terms()}) == len({term for term, _ in terms()}) == 3

@@ -49,7 +49,7 @@ NOTHING_TO_CLOSE = {
     "Timestamp",
 }
 """Values; and what uses another's client, and writes under leases that nobody renews."""
-ONE_OF_EACH_KIND = ("Barrier", "EtcdClient", "EtcdStore", "Gateway", "ManagerServer", "Session")
+ONE_OF_EACH_KIND = ("EtcdClient", "EtcdStore", "Gateway", "ManagerServer", "Session")
 """A member of a group, a watch, what needs torch, a server of gRPC's, one with a port, a lease."""
 LOADS_TORCH = {"EtcdRendezvousHandler", "EtcdStore", "EtcdTimerClient", "EtcdTimerServer"}
 STRICT = ("-X", "dev", "-W", "ignore")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from accidents import Forgetful, Rewinding, cut_off, settle
 from helpers import DEADLINE, eventually
 
-from ftcoord.core.election_records import Candidacy
 from ftcoord.core.layout import timer_key
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import StateError
@@ -228,18 +228,26 @@ def followed(mirror: Mirror, inbox: queue.SimpleQueue[Posted]) -> dict[str, KeyV
 # -- values that are read once ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Named:
+    """What a member asks."""
+
+    name: str
+    highest: int = 0
+
+
 def test_another_value_with_the_same_revision_is_read_again() -> None:
     before = KeyValue("/key", b"before", 3, 5, 2, 0)
     after = before._replace(value=b"after")
     reading = ParsedKey(lambda key, value: value)
     assert [reading.of(kv) for kv in (before, before, after)] == [b"before", b"before", b"after"]
-    readings = ParsedKeys(lambda key, value: Candidacy(value.decode()))
+    readings = ParsedKeys(lambda key, value: Named(value.decode()))
     read = [readings.of([kv]) for kv in (before, after)]
-    assert read == [[(before, Candidacy("before"))], [(after, Candidacy("after"))]]
+    assert read == [[(before, Named("before"))], [(after, Named("after"))]]
 
 
 def test_many_members_that_nobody_can_read_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(key: str, value: bytes) -> Candidacy:
+    def refuse(key: str, value: bytes) -> Named:
         raise StateError(key, "is garbage")
 
     reading = ParsedKeys(refuse)

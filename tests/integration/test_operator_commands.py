@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -27,10 +26,10 @@ from ftcoord import cli
 from ftcoord.coordination import LighthouseClient
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, encode
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, encode, parse_round
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable
-from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
 
 LONG = timedelta(seconds=DEADLINE)
@@ -172,49 +171,6 @@ def test_a_closed_run_ends_for_its_nodes(make_nodes: MakeNodes, run: Commands) -
     assert shown.startswith("left alone: it was over already: closed by ")
 
 
-def test_gc_deletes_what_is_over_and_nothing_else(make_nodes: MakeNodes, run: Commands, client: EtcdClient) -> None:
-    over, live = make_nodes(2, 2, run_id="gc over"), make_nodes(2, 2, run_id="gc live")
-    waits(live.add(1)[0])
-    joining = waits(over.add(1)[0])
-    assert run("close", "gc over", "--yes")[0] == 0
-    joining.exception(DEADLINE)
-    over.end()
-    keys = Get(Span(f"{run_prefix(KEY_PREFIX, 'gc over')}/", is_prefix=True), keys_only=True)
-    eventually(lambda: not run.json("status", "gc over")["rounds"]["members"], "its nodes have left")
-    done = run.json("gc", "--yes")
-    assert any("of 'gc over'" in line for line in done["did"])
-    assert any(line.startswith("'gc live': 1 members") for line in done["left"])
-    assert all("/events/" in kv.key for kv in client.range(keys).kvs), "history is left to expire"
-    *_, closed, deleted = [event["reason"] for event in run.json("history", "gc over")["events"]]
-    assert closed.startswith("closed: closed by ")
-    assert deleted.startswith("its keys were deleted by ")
-    assert run.json("status", "gc live")["exists"]
-    assert run("status", "gc over")[0] == 1
-
-
-def test_gc_leaves_what_changed_since_it_looked(run: Commands, etcd: EtcdServer, client: EtcdClient) -> None:
-    from ftcoord.operator.remains import remains_of_all, remove
-
-    key = decided_key(run_prefix("/other", "gc race"))
-    client.put(key, b"x")
-    remains = next(iter(remains_of_all(client, "/other")))
-    client.put(f"{key}x", b"y")
-    assert not remove(client, "/other", remains, "me")
-    assert client.get(key).one is not None
-
-
-@pytest.mark.parametrize("who", ["elections/boss/members", "barriers/gate/members", "heartbeats/me", "timers/host"])
-def test_gc_keeps_a_run_of_which_anything_lives(who: str, run: Commands, client: EtcdClient) -> None:
-    prefix, lease = run_prefix("/kept", "over"), client.grant(60).id
-    client.put(decided_key(prefix), encode(replace(NO_ROUND, closed="x", outcome="failed")))
-    client.put(f"{prefix}/{who}/{member_id(lease)}", b"x", lease)
-    done = run.json("gc", "--yes", "--idle", "--key-prefix", "/kept")
-    assert (done["did"], done["left"]) == ([], ["'over': 1 members, timers or heartbeats of it live"])
-    client.revoke(lease)
-    done = run.json("gc", "--yes", "--key-prefix", "/kept")
-    assert (done["did"], done["left"]) == (["deleted the 1 keys of 'over'"], [])
-
-
 def test_quorums_are_told_and_a_manager_is_killed(etcd: EtcdServer, run: Commands) -> None:
     address = f"etcd://{etcd.get_endpoint()}/replicas?min_replicas=1&join_timeout_ms=100"
     process = ReplicaProcess(address)
@@ -252,13 +208,12 @@ def test_too_few_replicas_wait_for_more(etcd: EtcdServer, run: Commands) -> None
     assert asking.exception(DEADLINE) is not None
 
 
-@pytest.mark.parametrize("arguments", [("evict", "job", "x"), ("close", "job"), ("kill", "job", "x"), ("gc",)])
+@pytest.mark.parametrize("arguments", [("evict", "job", "x"), ("close", "job"), ("kill", "job", "x")])
 def test_what_acts_asks_first(arguments: tuple[str, ...], run: Commands, client: EtcdClient) -> None:
     """Nobody can answer here, so it is refused."""
     lease = client.grant(60).id
     member = member_key(run_prefix(KEY_PREFIX, "job"), member_id(lease))
     client.put(member, b"x", lease)
-    client.put(decided_key(run_prefix(KEY_PREFIX, "over")), encode(replace(NO_ROUND, closed="x", outcome="failed")))
     code, _, told = run(*(member_id(lease) if one == "x" else one for one in arguments))
     assert code == 2
     assert "--yes" in told
@@ -275,12 +230,15 @@ class Answers(io.StringIO):
 def test_only_a_yes_is_a_yes(
     answer: str, code: int, run: Commands, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = decided_key(run_prefix("/asked", f"over{HOSTILE}"))
-    client.put(key, encode(replace(NO_ROUND, closed="x", outcome="failed")))
+    job = f"asked{HOSTILE}"
+    key = decided_key(run_prefix(KEY_PREFIX, job))
+    client.put(key, encode(NO_ROUND))
     monkeypatch.setattr(sys, "stdin", Answers(answer))
-    done, _, told = run("gc", "--key-prefix", "/asked")
-    assert (done, client.get(key).one is None) == (code, code == 0)
-    assert "delete the 1 keys of 'over" in told
+    done, _, told = run("close", job)
+    kv = client.get(key).one
+    assert kv is not None
+    assert (done, bool(parse_round(key, kv.value).closed)) == (code, code == 0)
+    assert "close 'asked" in told
     assert "\x1b" not in told
     client.delete(Span(key))
 
@@ -330,9 +288,6 @@ def test_garbage_is_told_and_is_no_traceback(run: Commands, client: EtcdClient) 
     found = run.json("status", "garbage")
     assert {one["key"] for one in found["unreadable"]} == {decided_key(prefix), member_key(prefix, "nobody")}
     assert next(one for one in run.json("ls")["jobs"] if one["job"] == "garbage")["state"] == "unreadable"
-    assert any(line.startswith("'garbage': 1 members") for line in run.json("gc", "--yes")["left"])
-    client.delete(Span(member_key(prefix, "nobody")))
-    assert any(line.startswith("'garbage': etcd key") for line in run.json("gc", "--yes", "--idle")["left"])
     client.delete(Span(f"{prefix}/", is_prefix=True))
 
 
@@ -393,7 +348,7 @@ def test_the_doctor_does_what_agents_do(
     }
 
 
-@pytest.mark.parametrize("arguments", [("ls",), ("status", "job"), ("doctor",), ("watch", "job"), ("gc",)])
+@pytest.mark.parametrize("arguments", [("ls",), ("status", "job"), ("doctor",), ("watch", "job")])
 def test_without_etcd_all_end_with_3_and_say_where_they_looked(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

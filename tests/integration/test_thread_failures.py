@@ -15,8 +15,6 @@ from helpers import DEADLINE, Seen, eventually, in_fork
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ftcoord import concurrency
-from ftcoord.core import barrier as core_barrier
-from ftcoord.core import election as core_election
 from ftcoord.core.lease import SessionState
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.embedded.server import EtcdServer
@@ -29,8 +27,6 @@ from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.leased_keys import LeasedKeys
 from ftcoord.primitives.renewal import KeptLease, Renewer
 from ftcoord.primitives.session import Session
-from ftcoord.recipes.barrier import Barrier
-from ftcoord.recipes.election import Election
 from ftcoord.rendezvous import policy
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.seat import SeatHolder
@@ -305,23 +301,3 @@ def test_a_seat_whose_thread_fails_says_so_and_the_next_one_has_another() -> Non
         failure = eventually(lambda: seat.failure, "it says so")
         assert "says that this node holds its seat" in str(failure)
     seat.end()
-
-
-def test_an_election_whose_thread_fails_raises(
-    client: EtcdClient, prefix: str, failing_once: Callable[[ModuleType], None]
-) -> None:
-    failing_once(core_election)
-    with Election("run", "e", etcd=client, key_prefix=prefix) as election:
-        with pytest.raises(ThreadFailed, match="made by the test"):
-            election.campaign(DEADLINE)
-        assert not election.campaign(DEADLINE).lost
-
-
-def test_a_barrier_whose_thread_fails_raises(
-    client: EtcdClient, prefix: str, failing_once: Callable[[ModuleType], None]
-) -> None:
-    failing_once(core_barrier)
-    with Barrier("run", "b", 1, etcd=client, key_prefix=prefix) as barrier:
-        with pytest.raises(ThreadFailed, match="made by the test"):
-            barrier.wait(DEADLINE)
-        assert barrier.wait(DEADLINE) == 0

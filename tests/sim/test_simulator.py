@@ -18,7 +18,6 @@ import pytest
 from simulator.found import FOUND
 from simulator.history import play
 from simulator.mutants import MUTANTS, Mutant, caught_by, planted
-from simulator.oracles import BARRIER, ELECTION, BarrierOracle, ElectionOracle, Violation
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
 from simulator.quorum_rules import KeptOut, Last, Member, as_read, may_decide
 from simulator.shrinking import shrink
@@ -27,14 +26,9 @@ from simulator.timer_rules import LATE_RELEASE, TimersHeld
 from simulator.vote_rules import RankCalls
 from virtual import MemoryClient, Scheduler
 
-from ftcoord.core import barrier_records
-from ftcoord.core.barrier_records import Generation, Passed
-from ftcoord.core.election_records import Candidacy, Term, encode
-from ftcoord.core.layout import decided_key, member_key
-from ftcoord.etcd.api import Compare, Event, KeyValue
+from ftcoord.core import quorum
 from ftcoord.primitives import sentinel
 from ftcoord.primitives.sentinel_orders import Order
-from ftcoord.recipes import election
 
 SEEDS = int(os.environ.get("FTCOORD_SIM_SEEDS", "3"))
 """Of each profile."""
@@ -77,9 +71,7 @@ def test_a_seed_has_one_trace_in_every_interpreter() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "a leader's fence names no leader",
         "a replica does not remember which quorums it heard of",
-        "a barrier opens for one less",  # the decision breaks an invariant
         "a lease is renewed when its time is over",
         "a sentinel does not give up leases",
         "a roster that is deleted is not put back",
@@ -100,9 +92,9 @@ def test_a_planted_fault_is_seen(name: str) -> None:
 
 
 def test_an_error_that_no_oracle_raises_is_not_taken_for_a_find() -> None:
-    broken = Mutant("raises", "ftcoord.recipes.election", "fence = Compare(", "fence = Nothing(", ("recipes",))
+    broken = Mutant("raises", "ftcoord.store.store", "stored(wanted)) if", "nothing(wanted)) if", ("stores",))
     with planted(broken):
-        report = play(plan_of(0, "recipes"))
+        report = play(plan_of(0, "stores"))
     assert report.failed
     assert not broken.is_seen_in(report)
     assert replace(broken, raises=(report.oracle,)).is_seen_in(report)
@@ -115,58 +107,10 @@ def test_each_fault_can_be_planted(mutant: Mutant) -> None:
 
 
 def test_what_changes_nothing_is_not_planted() -> None:
-    first = str(election.__doc__).splitlines()[0]
-    text = Mutant("a text", election.__name__, first, f"{first} Or two.", ("recipes",))
+    first = str(quorum.__doc__).splitlines()[0]
+    text = Mutant("a text", quorum.__name__, first, f"{first} Or two.", ("quorums",))
     with pytest.raises(ValueError, match="no function"), planted(text):
         pass
-
-
-@pytest.mark.parametrize("knows", ["nobody", "another candidate", "who decides", "the process that decides"])
-def test_terms_begin_anew_only_where_no_candidate_knows_the_last_one(knows: str) -> None:
-    oracle = ElectionOracle({"a": "old", "b": "new", "c": "other"}.__getitem__)
-
-    def decide(term: Term, revision: int) -> None:
-        oracle.decided(KeyValue(decided_key(ELECTION), encode(term), 1, revision, 1, 0))
-
-    def join(member: str, after: int, revision: int) -> None:
-        value = encode(Candidacy(member, after))
-        oracle.candidate(Event("put", KeyValue(member_key(ELECTION, member), value, revision, revision, 1, 1)))
-
-    join("a", 0, 2)
-    decide(Term(4, "a", "a", "a 0"), 3)
-    if knows == "the process that decides":
-        oracle.elected("new", 4, Compare("/fence", "value", "=", b""), {})
-    oracle.candidate(Event("delete", KeyValue(member_key(ELECTION, "a"), b"", 0, 4, 0, 0)))
-    oracle.vanished()
-    if knows == "another candidate":
-        join("c", 4, 5)
-    join("b", 0, 6)
-    begun_anew = Term(1, "b", "b", "b 3" if knows == "who decides" else "b 0")
-    if knows == "nobody":
-        decide(begun_anew, 7)
-    else:
-        with pytest.raises(Violation, match="terms only grow: 1 after 4"):
-            decide(begun_anew, 7)
-
-
-@pytest.mark.parametrize("lives", [False, True])
-@pytest.mark.parametrize("is_deleted", [False, True])
-def test_generations_begin_anew_only_where_nobody_that_lives_knows_the_last_one(lives: bool, is_deleted: bool) -> None:
-    oracle = BarrierOracle(lambda process: process == "old" and not lives)
-
-    def decide(number: int) -> None:
-        record = Generation(number, 1, (Passed("a party", number, 0),))
-        oracle.decided(KeyValue(decided_key(BARRIER), barrier_records.encode(record), 1, number, 1, 0))
-
-    decide(3)
-    oracle.passed("old", 3, 0)
-    if is_deleted:
-        oracle.vanished()
-    if is_deleted and not lives:
-        decide(1)
-    else:
-        with pytest.raises(Violation, match="generations only grow: 1 after 3"):
-            decide(1)
 
 
 def test_a_simulated_sentinel_is_told_what_a_real_one_is() -> None:
@@ -280,8 +224,8 @@ def test_a_plan_is_kept_as_text() -> None:
 
 
 def test_a_failure_is_shrunk_to_what_it_needs() -> None:
-    with planted(next(one for one in MUTANTS if one.name == "a leader's fence names no leader")):
-        report = play(FOUND["a fence that two leaders held after a restore"])
+    with planted(next(one for one in MUTANTS if one.name == "a recall is not noticed")):
+        report = play(plan_of(7, "rounds"))
         assert report.failed
         least = shrink(report)
     assert least.oracle == report.oracle

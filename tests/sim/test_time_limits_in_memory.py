@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 
@@ -12,7 +11,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from virtual import DELIVERED, Call, Fate, MemoryClient
 from worlds import World, play, simulated
 
-import ftcoord
 from ftcoord import concurrency
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.replica import Replica
@@ -23,7 +21,6 @@ from ftcoord.etcd.retry import ATTEMPT_TIMEOUT, SHORTEST_TIMEOUT, TimeLimit
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT
 from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT
-from ftcoord.recipes.member import GIVE_UP_TIMEOUT
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.pace import LAST_LOOK_TIMEOUT
 from ftcoord.rendezvous.record_change import RecordChange, change_record
@@ -57,43 +54,6 @@ def seconds_of(call: Callable[[], object]) -> float:
     with pytest.raises((EtcdUnavailable, OutcomeUnknown, TimeoutError)):
         call()
     return concurrency.now() - began
-
-
-@pytest.mark.parametrize("answered", REQUESTS)
-def test_a_barrier_is_waited_at_no_longer_than_its_time_out(answered: int) -> None:
-    @simulated
-    def scenario(world: World) -> None:
-        barrier = ftcoord.Barrier("run", "b", 2, etcd=hanging_after(world, answered))
-        assert seconds_of(lambda: barrier.wait(TIMEOUT)) < TIMEOUT + GIVE_UP_TIMEOUT + LAST_REQUESTS
-        barrier.close()
-
-    scenario()
-
-
-@pytest.mark.parametrize("answered", REQUESTS)
-def test_a_candidate_waits_no_longer_than_its_time_out(answered: int) -> None:
-    """Somebody else leads, so it cannot be elected."""
-
-    @simulated
-    def scenario(world: World) -> None:
-        with ftcoord.Election("run", "e", etcd=world.etcd.client()) as leads, leads.campaign(60):
-            election = ftcoord.Election("run", "e", etcd=hanging_after(world, answered))
-            assert seconds_of(lambda: election.campaign(TIMEOUT)) < TIMEOUT + GIVE_UP_TIMEOUT + LAST_REQUESTS
-            election.close()
-
-    scenario()
-
-
-@simulated
-def test_a_call_through_a_new_lease_ends_in_time_too(world: World) -> None:
-    """The lease was lost, and etcd hangs when the next one is wanted."""
-    client = world.etcd.client()
-    barrier = ftcoord.Barrier("run", "b", 1, etcd=client)
-    barrier.wait(60)
-    world.etcd.expire(barrier.participant.lease)
-    client.cut_off()
-    assert seconds_of(lambda: barrier.wait(TIMEOUT)) < TIMEOUT + GIVE_UP_TIMEOUT + LAST_REQUESTS
-    barrier.close()
 
 
 @pytest.mark.parametrize("answered", range(2))
@@ -194,19 +154,3 @@ def test_a_run_is_closed_in_time_or_not_at_all(world: World) -> None:
     client = world.etcd.client(lambda _call: Fate(answers=0.8 * TIMEOUT))
     seconds = seconds_of(lambda: change_record(client, "/run", 60, 0, ends, TimeLimit.of(TIMEOUT)))
     assert seconds < TIMEOUT + LAST_REQUESTS
-
-
-@simulated
-def test_a_call_without_a_time_out_waits_for_an_etcd_that_comes_back(world: World) -> None:
-    """Each request of it ends in time all the same, and is made again."""
-    client = world.etcd.client()
-    client.cut_off()
-    barrier = ftcoord.Barrier("run", "b", 1, etcd=client)
-    passed: list[int] = []
-    with contextlib.ExitStack() as ends:
-        ends.callback(barrier.close)
-        concurrency.thread(lambda: passed.append(barrier.wait()), "waits").start()
-        world.sleep(60)
-        assert not passed
-        client.reconnect()
-        world.until(lambda: passed == [0], "it has passed")

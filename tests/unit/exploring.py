@@ -12,9 +12,6 @@ from typing import Any, Final, TypeVar
 
 from invariants import InvariantBroken
 
-from ftcoord.core.situation import Situation
-from ftcoord.core.verdict import Publish, Verdict
-
 S = TypeVar("S")
 D = TypeVar("D")
 R = TypeVar("R")
@@ -126,20 +123,6 @@ def _checked(
         return list(events(state)) if events else []
     except InvariantBroken as broken:
         raise InvariantBroken(f"{broken}, after: {' | '.join(_path(state, parents))}") from None
-
-
-def checked(
-    decide: Callable[[Situation[R, A]], Verdict[R]], check: Callable[[Situation[R, A], R], None]
-) -> Callable[[Situation[R, A]], Verdict[R]]:
-    """`decide`, with `check` of each record before it is published, as a decider does it."""
-
-    def decided(situation: Situation[R, A]) -> Verdict[R]:
-        found = decide(situation)
-        if isinstance(found, Publish):
-            check(situation, found.record)
-        return found
-
-    return decided
 
 
 def nameless(state: Hashable, initials: str) -> Hashable:

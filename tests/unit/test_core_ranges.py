@@ -11,9 +11,7 @@ import pytest
 
 from ftcoord.coordination.rank_frames import encode_call, parse_call
 from ftcoord.coordination.ranks import RankRequest
-from ftcoord.core import barrier_records, election_records, quorum_records, rendezvous_records, strict, timer_records
-from ftcoord.core.barrier_records import Arrival, Generation, Passed, parse_arrival, parse_generation
-from ftcoord.core.election_records import Candidacy, Term, parse_candidacy, parse_term
+from ftcoord.core import quorum_records, rendezvous_records, strict, timer_records
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.heartbeat_records import Beat, parse_beat
 from ftcoord.core.heartbeat_records import encode as encode_beat
@@ -39,10 +37,6 @@ TIMER = Timer(WORKER, "scope", after_ms=60_000, left_ms=50_000, at_ms=100_000, w
 
 Parse = Callable[[str, bytes], object]
 RECORDS: dict[str, tuple[Parse, bytes]] = {
-    "candidacy": (parse_candidacy, election_records.encode(Candidacy("a"))),
-    "term": (parse_term, election_records.encode(Term(1, "m", "a"))),
-    "arrival": (parse_arrival, barrier_records.encode(Arrival("a", 2, 0))),
-    "generation": (parse_generation, barrier_records.encode(Generation(1, 2, (Passed("a", 1, 0),)))),
     "replica": (parse_replica, quorum_records.encode(ReplicaRecord(REQUEST, 1, 1, 1))),
     "quorum": (lambda key, value: parse_quorum(key, value, ROSTER), QUORUM),
     "join": (parse_join_request, rendezvous_records.encode(ASK)),
@@ -54,13 +48,6 @@ RECORDS: dict[str, tuple[Parse, bytes]] = {
 COUNT = (0, strict.LARGEST_COUNT)
 PORT = (0, 65535)
 RANGES = [
-    ("candidacy", "after", *COUNT),
-    ("term", "number", *COUNT),
-    ("arrival", "after", *COUNT),
-    ("arrival", "known", *COUNT),
-    ("arrival", "parties", 1, strict.LARGEST),
-    ("generation", "number", *COUNT),
-    ("generation", "passed.0.number", *COUNT),
     ("replica", "after", *COUNT),
     ("replica", "heard", *COUNT),
     ("replica", "asked", *COUNT),
@@ -109,7 +96,7 @@ def test_every_number_has_its_range(record: str, path: str, lowest: int, highest
         assert path.rpartition(".")[2] in str(caught.value)
 
 
-TEXTS = ["candidacy.name", "term.name", "arrival.party", "replica.request.address", "join.host", "timer.scope"]
+TEXTS = ["replica.request.address", "join.host", "timer.scope"]
 
 
 @pytest.mark.parametrize("path", [*TEXTS, "beat.name", "round.before"])

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_uses import kinds, uses
 
 import ftcoord
 from ftcoord import cli, config
 from ftcoord.core.death_records import Death
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 from ftcoord.core.heartbeats import Beat
-from ftcoord.core.rendezvous_records import RollChunk
+from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord
+from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead
 from ftcoord.core.timers import Timer
 from ftcoord.rendezvous import settings
 
@@ -227,7 +227,8 @@ def test_the_hooks_run_the_checks_of_make_lint() -> None:
     assert hooks == lint
 
 
-RECORDS = (*(kind for use in uses() for kind in kinds(use)), RollChunk, Timer, Beat, Death, HistoryEvent, WorkerFailure)
+RECORDS = (JoinRequest, Round, RoundHead, RollChunk, ReplicaRecord, QuorumRecord)
+RECORDS += (Timer, Beat, Death, HistoryEvent, WorkerFailure)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from virtual import MemoryEtcd
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
-from ftcoord.core import barrier_records, election_records, quorum_head, quorum_records, rendezvous_records
-from ftcoord.core.barrier_records import Arrival, Generation, Passed
-from ftcoord.core.election_records import Candidacy, Term
+from ftcoord.core import quorum_head, quorum_records, rendezvous_records
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
 from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead, Seat
@@ -25,8 +23,6 @@ from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, KeyValue, Span
 from ftcoord.primitives.group.policy import View
-from ftcoord.recipes.barrier import BarrierUse
-from ftcoord.recipes.election import ElectionUse
 from ftcoord.rendezvous.policy import RendezvousPolicy
 
 CASES = int(os.environ.get("FTCOORD_TEST_GARBAGE", "200"))
@@ -49,10 +45,6 @@ GOOD = [
     HEAD,
     ROSTER,
     quorum_records.encode(ReplicaRecord(REQUEST, 3, 7, 9, quorum_records.digest_of(REQUEST.profile))),
-    election_records.encode(Candidacy("n", 0, "x")),
-    election_records.encode(Term(7, "0000000000000001", "n")),
-    barrier_records.encode(Arrival("p", 2, 0)),
-    barrier_records.encode(Generation(7, 2, (Passed("0000000000000001", 7, 0),))),
 ]
 
 
@@ -64,10 +56,6 @@ PARSERS = (
     quorum_records.parse_replica,
     quorum_head.parse_roster,
     lambda key, value: quorum_head.parse_quorum(key, value, ROSTER),
-    election_records.parse_candidacy,
-    election_records.parse_term,
-    barrier_records.parse_arrival,
-    barrier_records.parse_generation,
 )
 
 
@@ -138,8 +126,6 @@ def policies(empty: Etcd) -> list[Any]:
     return [
         RendezvousPolicy(PREFIX, RoundOptions(30.0, 0.1, True), empty, wall_clock=lambda: 0.0),
         QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 5.0, look=dict, seen=HighestSeen(), wall_clock=lambda: 0.0),
-        ElectionUse(PREFIX).policy(),
-        BarrierUse(PREFIX).policy(),
     ]
 
 
@@ -175,9 +161,7 @@ def test_a_decider_survives_whatever_it_reads(
         elif isinstance(verdict, Publish):
             touched = [*(Span(key) for key, _ in verdict.puts), *verdict.deletes]
             assert all(
-                span.start.startswith(
-                    tuple(f"{PREFIX}/{part}" for part in ("rounds/", "rolls/", "store/", "terms/", "decided/"))
-                )
+                span.start.startswith(tuple(f"{PREFIX}/{part}" for part in ("rounds/", "rolls/", "store/", "decided/")))
                 for span in touched
             )
             number = json.loads(verdict.record)["number"]

@@ -12,22 +12,14 @@ import pytest
 from invariants import (
     InvariantBroken,
     check_fences,
-    check_generation,
     check_quorum,
     check_round,
     check_succession,
-    check_term,
 )
 from virtual import MemoryEtcd
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
-from ftcoord.core import election, layout
-from ftcoord.core.barrier import BarrierSituation
-from ftcoord.core.barrier_records import Arrival, Generation, Passed
-from ftcoord.core.barrier_records import encode as encode_barrier
-from ftcoord.core.election import ElectionSituation
-from ftcoord.core.election_records import Candidacy, Term
-from ftcoord.core.election_records import encode as encode_election
+from ftcoord.core import layout
 from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum import decide as decide_quorum
 from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, ReplicaRecord
@@ -35,13 +27,10 @@ from ftcoord.core.quorum_records import encode as encode_quorum
 from ftcoord.core.rendezvous import decide as decide_round
 from ftcoord.core.rendezvous_records import Away, JoinRequest, Round, encode
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
-from ftcoord.core.situation import Asking, Situation
 from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import KeyValue, Span
 from ftcoord.primitives.group.policy import DECIDE_AGAIN_AFTER, View
-from ftcoord.recipes.barrier import BarrierUse
-from ftcoord.recipes.election import ElectionUse
 from ftcoord.rendezvous.policy import RendezvousPolicy
 
 LIMITS = (1, 2)
@@ -251,74 +240,6 @@ def test_quorums_that_are_allowed() -> None:
     check_quorum(AGAIN, replace(OPTIONS, min_replicas=3), NEXT)  # all of the last quorum ask again
 
 
-# -- elections and barriers ---------------------------------------------------------------------------------------
-
-CANDIDATES = [Asking("a", Candidacy("alice")), Asking("b", Candidacy("bob", after=3))]
-LED = Situation(CANDIDATES, Term(3, "b", "bob"), highest=3)
-TERMS: dict[str, tuple[str, ElectionSituation, Term]] = {
-    "a dead leader": ("S1 only a live", LED, Term(4, "gone", "carol")),
-    "two leaders": ("S1 one leader", LED, Term(3, "a", "alice")),
-    "a term that was over": ("S2 no term", replace(LED, highest=4), Term(3, "b", "bob")),
-    "a term that a candidate knows": ("S2 terms", replace(LED, previous=None, highest=0), Term(3, "a", "alice")),
-    "a term that etcd lost": ("S2 terms", replace(LED, highest=7), Term(7, "a", "alice")),
-    "a coup": ("S1 a leader that lives", LED, Term(4, "a", "alice")),
-}
-
-
-@pytest.mark.parametrize("name", TERMS)
-def test_what_breaks_a_term(name: str) -> None:
-    rule, situation, record = TERMS[name]
-    with pytest.raises(InvariantBroken, match=f"^{rule}"):
-        check_term(situation, record)
-
-
-def test_terms_that_are_allowed() -> None:
-    check_term(replace(LED, vanished=True), Term(3, "b", "bob"))
-    check_term(replace(LED, highest=4), Term(5, "a", "alice"))
-    check_term(replace(LED, members=CANDIDATES[:1]), Term(4, "a", "alice"))
-
-
-PASSED_ONCE = Generation(1, 2, (Passed("a", 1, 0), Passed("b", 1, 1)))
-PARTIES = [Asking("m1", Arrival("a", 2, 0)), Asking("m2", Arrival("b", 2, 1)), Asking("m3", Arrival("c", 2, 0))]
-ARRIVED = Situation(PARTIES, PASSED_ONCE, highest=1)
-PASSED_TWICE = Generation(2, 2, (Passed("a", 1, 0), Passed("b", 2, 0), Passed("c", 2, 1)))
-GENERATIONS: dict[str, tuple[str, BarrierSituation, Generation]] = {
-    "another past": ("S1 who has passed", ARRIVED, replace(PASSED_ONCE, passed=())),
-    "a generation that etcd lost": ("S2 generations", replace(ARRIVED, highest=2), PASSED_TWICE),
-    "a generation that a party knows": (
-        "S2 generations",
-        replace(ARRIVED, members=[*PARTIES[:2], Asking("m3", Arrival("c", 2, 0, known=2))]),
-        PASSED_TWICE,
-    ),
-    "too few": ("S1 as many", ARRIVED, replace(PASSED_TWICE, passed=PASSED_TWICE.passed[:2])),
-    "one twice": ("S1 a party", ARRIVED, replace(PASSED_TWICE, passed=(Passed("b", 2, 0), Passed("b", 2, 1)))),
-    "one that has not come back": (
-        "S1 only those",
-        ARRIVED,
-        replace(PASSED_TWICE, passed=(Passed("a", 2, 0), Passed("b", 2, 1))),
-    ),
-    "one that is gone": ("S1 only those", replace(ARRIVED, members=PARTIES[:2]), PASSED_TWICE),
-    "another number": (
-        "S1 only those",
-        replace(ARRIVED, members=[*PARTIES[:2], Asking("m3", Arrival("c", 3, 0))]),
-        PASSED_TWICE,
-    ),
-    "one forgotten": ("S1 nobody forgets", ARRIVED, replace(PASSED_TWICE, passed=PASSED_TWICE.passed[1:])),
-}
-
-
-@pytest.mark.parametrize("name", GENERATIONS)
-def test_what_breaks_a_generation(name: str) -> None:
-    rule, situation, record = GENERATIONS[name]
-    with pytest.raises(InvariantBroken, match=f"^{rule}"):
-        check_generation(situation, record)
-
-
-def test_generations_that_are_allowed() -> None:
-    check_generation(ARRIVED, PASSED_TWICE)
-    check_generation(ARRIVED, replace(PASSED_ONCE, parties=3, refused=("m3",)))
-
-
 # -- in a decider ---------------------------------------------------------------------------------------------------
 
 
@@ -352,21 +273,12 @@ def publishes_a_quorum(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> None:
         assert isinstance(QuorumPolicy(PREFIX, OPTIONS, 60.0, dict, HighestSeen()).decide(members, "a", 0.0), Publish)
 
 
-def publishes_a_term(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> None:
-    if breaks:
-        monkeypatch.setattr(election, "decide", lambda *_: Publish(Term(0, "a", "alice"), "no number"))
-    members = view({layout.member_key(PREFIX, "a"): encode_election(Candidacy("alice"))})
-    with invariants.checked():
-        assert isinstance(ElectionUse(PREFIX).policy().decide(members, "a", 0.0), Publish)
-
-
 @pytest.mark.parametrize(
     ("decides", "rule"),
     [
         (publishes_a_round, "S1 one seat for each"),
         (opens_a_fence, "S3 a new round opens its fence"),
         (publishes_a_quorum, "S2 quorums only grow"),
-        (publishes_a_term, "S2 terms only grow"),
     ],
 )
 def test_each_decision_is_checked(
@@ -398,23 +310,7 @@ def quorum_number(rogue: int, known: int) -> Verdict[bytes]:
     return QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), 60.0, dict, seen).decide(members, "a", 60.0)
 
 
-def term_number(rogue: int, known: int) -> Verdict[bytes]:
-    asked = {"a": Candidacy("a", known), "c": Candidacy("c", rogue)}
-    members = view({layout.member_key(PREFIX, one): encode_election(ask) for one, ask in asked.items()})
-    use = ElectionUse(PREFIX)
-    use._heard.highest = known
-    return use.policy().decide(members, "a", 60.0)
-
-
-def generation_number(rogue: int, known: int) -> Verdict[bytes]:
-    asked = [Arrival("a", 1, known, known), Arrival("c", 1, 0, rogue)]
-    members = view({layout.member_key(PREFIX, one.party): encode_barrier(one) for one in asked})
-    use = BarrierUse(PREFIX)
-    use._heard.highest = known
-    return use.policy().decide(members, "a", 60.0)
-
-
-USES = pytest.mark.parametrize("decide", [round_number, quorum_number, term_number, generation_number])
+USES = pytest.mark.parametrize("decide", [round_number, quorum_number])
 
 
 @USES

@@ -32,12 +32,12 @@ FLOORS = (
     "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values",
     "core.manager_address",
     "core.event_records core.seating",
-    "core.verdict core.situation core.causes core.election_records core.barrier_records",
+    "core.verdict core.causes",
     "core.rendezvous_records core.quorum_records core.timer_records core.heartbeat_records core.death_records",
     "core.round_situation core.quorum_head",
     "core.round_poll core.round_history",
     "core.forming",
-    "core.rendezvous core.quorum core.election core.barrier core.recovery core.timers core.heartbeats core.losses",
+    "core.rendezvous core.quorum core.recovery core.timers core.heartbeats core.losses",
     "core.quorum_history core.bystanders",
     "etcd.api etcd.release",
     "etcd.retry etcd.reading",
@@ -63,8 +63,8 @@ FLOORS = (
     "primitives.group.inbox primitives.group.members_view primitives.group.record_lease primitives.group.history_lease",
     "primitives.group.beside primitives.group.event_log primitives.group.checkup",
     "primitives.group.decided_record primitives.group.succession",
-    "primitives.group.pace primitives.group.use primitives.group.plain_policy",
-    "primitives.group.decider primitives.group.plain_use",
+    "primitives.group.pace primitives.group.use",
+    "primitives.group.decider",
     "primitives.group.group",
     "primitives.group.membership",
     "primitives.group.incarnations",
@@ -78,10 +78,6 @@ FLOORS = (
     "timer.server",
     "timer",
     "heartbeat",
-    "recipes.member",
-    "recipes.barrier recipes.leadership",
-    "recipes.election",
-    "recipes",
     (
         "rendezvous.bootstrap rendezvous.fences rendezvous.logs rendezvous.orphans rendezvous.record_change "
         "rendezvous.rolls rendezvous.seat rendezvous.settings rendezvous.signals "
@@ -131,9 +127,9 @@ FLOORS = (
     "operator.job_keys operator.memo",
     "operator.rounds operator.quorums operator.summary operator.timers",
     "operator.rounds operator.quorums operator.summary operator.timers",
-    "operator.status operator.naming operator.leftovers operator.findings operator.past",
+    "operator.status operator.naming operator.findings operator.past",
     "operator.listing operator.reading operator.member_http operator.noting",
-    "operator.acting operator.following operator.remains operator.watching metrics.runs",
+    "operator.acting operator.following operator.watching metrics.runs",
     "operator.orders",
     "operator.examining",
     "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts dashboard.refusals dashboard.torchft_status",
@@ -315,7 +311,6 @@ TELLING = [
         "timers",
         "status",
         "naming",
-        "leftovers",
         "past",
     )
 ]
@@ -330,7 +325,7 @@ def test_what_operators_are_told_is_pure() -> None:
     assert offenders(TELLING, lambda module: foreign[module] - known) == {}
 
 
-@pytest.mark.parametrize("command", ["ls", "status", "history", "why", "doctor", "gc"])
+@pytest.mark.parametrize("command", ["ls", "status", "history", "why", "doctor"])
 def test_commands_load_neither_torch_nor_a_web_framework(command: str) -> None:
     """Each is to answer in a moment, loading included."""
     code = (

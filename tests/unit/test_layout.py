@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,6 @@ LAYOUT = ROOT / "core" / "layout.py"
 
 RUN = "<prefix>"
 STORE = layout.round_store_prefix(RUN, 7)
-ELECTION = layout.election_prefix(RUN, "name")
-BARRIER = layout.barrier_prefix(RUN, "name")
 LEASE = 0xAB
 HEX = f"{LEASE:016x}"
 
@@ -53,11 +49,6 @@ KEYS = {
     "kills_span": layout.kills_span(RUN).start,
     "kill_key": layout.kill_key(RUN, HEX),
     "kill_mark_key": layout.kill_mark_key(RUN, LEASE),
-    "election_prefix": ELECTION,
-    "recipe_spans": layout.recipe_spans(RUN)[0].start,
-    "term_key": layout.term_key(ELECTION, 7),
-    "other_terms": layout.other_terms(ELECTION, 7)[0].start,
-    "barrier_prefix": BARRIER,
     "deaths_span": layout.deaths_span(RUN).start,
     "death_key": layout.death_key(RUN, HEX),
     "events_span": layout.events_span(RUN).start,
@@ -69,15 +60,8 @@ KEYS = {
 }
 """By function: a key that it names, or the beginning of those that it names."""
 
-IN_GROUPS = [
-    f(group)
-    for group in (ELECTION, BARRIER)
-    for f in (layout.decided_key, layout.tail_key, partial(layout.member_key, member=HEX))
-]
-"""The keys that each group has, where the group's own prefix is one of `core.layout`."""
-
 NO_KEYS = {"run_prefix", "quorum_prefix", "encode_key", "decode_key", "member_id", "member_of", "number_of"}
-NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "is_member_key", "event_revision", "spans_but_history"}
+NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "event_revision", "spans_but_history"}
 """Functions of `core.layout` that name no key of their own."""
 
 
@@ -112,25 +96,16 @@ def test_each_function_is_known_here() -> None:
     assert set(functions()) == KEYS.keys() | NO_KEYS
 
 
-def test_the_groups_of_each_recipe_are_found() -> None:
-    """Else `ftcoord gc` would delete a run in which somebody still holds one."""
-    named = {one: getattr(layout, one) for one in functions() if one.endswith("_prefix")}
-    groups = [f(RUN, "name") for f in named.values() if [*inspect.signature(f).parameters] == ["prefix", "name"]]
-    assert {ELECTION, BARRIER} <= {*groups}
-    for group in groups:
-        assert any(layout.decided_key(group) in span for span in layout.recipe_spans(RUN)), group
-
-
 @pytest.mark.parametrize("row", documented())
 def test_each_documented_key_has_a_function(row: str) -> None:
-    assert [key for key in (*KEYS.values(), *IN_GROUPS) if re.fullmatch(pattern_of(row), key)]
+    assert [key for key in KEYS.values() if re.fullmatch(pattern_of(row), key)]
 
 
 @pytest.mark.parametrize("name", KEYS)
 def test_each_function_is_documented(name: str) -> None:
     """A Span or a prefix is when keys below it are."""
     patterns = [pattern_of(row) for row in documented()]
-    below = [key for key in (*KEYS.values(), *IN_GROUPS) if key.startswith(KEYS[name])]
+    below = [key for key in KEYS.values() if key.startswith(KEYS[name])]
     assert any(re.fullmatch(pattern, key) for pattern in patterns for key in below)
 
 
@@ -239,8 +214,3 @@ def test_a_key_names_its_run(job: str) -> None:
 def test_a_key_of_no_run_names_none(key: str) -> None:
     assert layout.run_id_of("/f", key) is None
     assert key in layout.branch_of("/f", key)
-
-
-def test_the_keys_of_members_are_told_from_others() -> None:
-    assert layout.is_member_key(layout.member_key(layout.election_prefix("/p", "n"), HEX))
-    assert not layout.is_member_key(layout.decided_key(layout.election_prefix("/p", "members")))

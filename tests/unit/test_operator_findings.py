@@ -14,7 +14,6 @@ from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest
 from ftcoord.etcd.api import KeyValue, MemberStatus
 from ftcoord.operator.findings import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
-from ftcoord.operator.leftovers import JobRemains, why_kept
 from ftcoord.operator.member_http import quantile_bound
 from ftcoord.operator.naming import members_called, owners
 
@@ -91,8 +90,6 @@ def test_nothing_is_wrong_with_a_good_etcd() -> None:
         (replace(FACTS, cannot_read="no", read_seconds=None), {"right to read": "problem"}),
         (replace(FACTS, cannot_write="no", write_seconds=None), {"right to write": "problem"}),
         (replace(FACTS, is_loopback=False), {"TLS": "hint", "login": "hint", "endpoints": "hint"}),
-        (replace(FACTS, over=["a"]), {"leftovers": "hint"}),
-        (replace(FACTS, idle=["a"]), {"leftovers": "hint"}),
         (endpoint(fsync_seconds=0.128), {"fsync latency h1:2379": "hint"}),
         (endpoint(fsync_seconds=0.008), {}),
         (endpoint(fsync_seconds=math.inf), {"fsync latency h1:2379": "hint"}),
@@ -127,26 +124,6 @@ def kv(key: str, value: bytes, lease: int = 0) -> KeyValue:
 
 OPEN = kv(decided_key(RUN), rendezvous_records.encode(NO_ROUND))
 OVER = kv(decided_key(RUN), rendezvous_records.encode(replace(NO_ROUND, closed="x", outcome="failed")))
-
-
-@pytest.mark.parametrize(
-    ("decided", "has_quorum", "live", "idle", "kept"),
-    [
-        (OVER, False, 0, False, ""),
-        (OVER, False, 1, True, "1 members"),
-        (OPEN, False, 0, False, "nobody is there"),
-        (OPEN, False, 0, True, ""),
-        (None, True, 0, False, "nobody is there"),
-        (None, True, 0, True, ""),
-        (None, False, 0, True, "it has neither"),
-        (kv(OPEN.key, b"{"), False, 0, True, "etcd key"),
-    ],
-)
-def test_only_what_nobody_needs_may_go(
-    decided: KeyValue | None, has_quorum: bool, live: int, idle: bool, kept: str
-) -> None:
-    why = why_kept(JobRemains("job", 5, decided, has_quorum, live, 3), idle=idle)
-    assert why.startswith(kept) if kept else why == ""
 
 
 # -- whom a name means ----------------------------------------------------------------------------------------------

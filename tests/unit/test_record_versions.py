@@ -10,11 +10,7 @@ import pytest
 from invariants import check_round
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
-from ftcoord.core.barrier_records import Arrival, Generation, Passed
 from ftcoord.core.death_records import Death
-from ftcoord.core.election import ElectionSituation
-from ftcoord.core.election import decide as decide_term
-from ftcoord.core.election_records import Candidacy, Term
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 from ftcoord.core.heartbeat_records import Beat
 from ftcoord.core.layout import decided_key, member_id, member_key
@@ -45,7 +41,6 @@ from ftcoord.core.rendezvous_records import (
 )
 from ftcoord.core.rendezvous_records import encode as encode_round
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
-from ftcoord.core.situation import Situation
 from ftcoord.core.strict import V4, VERSION
 from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.core.verdict import Publish, Wait
@@ -78,11 +73,6 @@ OTHERS: Final = {
     Beat: "name data left",
     Death: "cause wall_ms",
     HistoryEvent: "kind number who node reason failures noted by wall_ms since_ms member",
-    Candidacy: "name after nonce",
-    Term: "number member name by",
-    Arrival: "party parties after known nonce",
-    Passed: "party number index",
-    Generation: "number parties passed refused by",
     Timer: "worker scope after_ms left_ms at_ms wall_ms slot token expired reaped",
     Worker: "host pid start node rank ledger ttl",
 }
@@ -184,8 +174,3 @@ def test_a_node_that_cannot_be_read_is_away_from_the_next_round() -> None:
     assert isinstance(formed, Publish)
     assert formed.record.away == (Away(member_id(2), 1),)
     check_round(situation, formed.record)
-
-
-def test_a_leader_that_cannot_be_read_is_not_replaced() -> None:
-    situation: ElectionSituation = Situation([], Term(1, "x", "x"), highest=1, unreadable=frozenset({"x"}))
-    assert isinstance(decide_term(situation), Wait)

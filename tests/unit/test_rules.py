@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from ftcoord.core import barrier, election, forming, quorum, rendezvous
+from ftcoord.core import forming, quorum, rendezvous
 
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
-MODULES = [rendezvous, quorum, election, barrier]
+MODULES = [rendezvous, quorum]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -311,7 +311,7 @@ function drawJob(page) {
   const parts = [page.rounds && roundsCard(page.rounds), page.quorum && quorumCard(page.quorum)].filter(Boolean);
   const timers = timersCard(page.timers);
   if (!parts.length) parts.push(make("p", { class: "card" },
-    "It has neither a rendezvous nor quorums: only a store, timers, heartbeats, elections or barriers."));
+    "It has neither a rendezvous nor quorums: only a store, timers or heartbeats."));
   if (page.unreadable.total) parts.push(make("section", { class: "card" },
     make("h2", {}, `unreadable keys (${page.unreadable.total})`),
     table([{ head: "key", mono: true, of: (row) => row.key }, { head: "problem", of: (row) => row.problem }], page.unreadable.rows)));

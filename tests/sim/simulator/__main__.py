@@ -116,8 +116,8 @@ def _run(options: argparse.Namespace) -> int:
     print(
         f"{options.seeds} seeds, {len(failed)} failed; {steps:,} steps, {hours:.1f} virtual hours, "
         f"{counts['changes']:,} changes of etcd, {counts['decisions']:,} decisions in {took:.0f} s "
-        f"({1000 * took / options.seeds:.0f} ms a seed, {counts['answers'] / took:,.0f} rounds, quorums, votes, "
-        "terms and generations that a member was told of a second)"
+        f"({1000 * took / options.seeds:.0f} ms a seed, {counts['answers'] / took:,.0f} rounds, quorums and votes "
+        "that a member was told of a second)"
     )
     print(f"{faults.total():,} faults: {', '.join(f'{count:,} {kind}' for kind, count in faults.most_common())}")
     return bool(failed)

@@ -14,12 +14,11 @@ from store_history import Operation
 from virtual import MemoryEtcd, Scheduler, Stuck
 
 from ftcoord import concurrency
-from ftcoord.core.layout import is_member_key
 from ftcoord.etcd.api import KeyValue
 from simulator.faults import Faults, cast
 from simulator.kernel import Kernel
 from simulator.managed_roles import managers_installed
-from simulator.oracles import Violation, require
+from simulator.oracles import Violation, is_member_key, require
 from simulator.plan import Network, Plan
 from simulator.roles import ROLES
 from simulator.stubs import installed

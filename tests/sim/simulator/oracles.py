@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,12 +12,8 @@ import store_history
 from store_history import Operation
 
 from ftcoord.coordination.address import Job
-from ftcoord.core.barrier_records import Generation, parse_generation
-from ftcoord.core.election_records import Term, parse_candidacy, parse_term
 from ftcoord.core.layout import (
-    barrier_prefix,
     decided_key,
-    election_prefix,
     member_key,
     member_of,
     members_span,
@@ -34,23 +29,24 @@ from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_repli
 from ftcoord.core.rendezvous_records import AnyRound, Round, RoundHead, parse_decided
 from ftcoord.core.store_values import plain
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Compare, Event, KeyValue
+from ftcoord.etcd.api import Event, KeyValue
 from simulator.quorum_rules import KeptOut, Last, Member, as_read, may_decide
 from simulator.timer_rules import TimersHeld
 from simulator.vote_rules import RankCall, RankCalls
 
 RUN: Final = run_prefix("/ftcoord/v1", "run")
-ELECTION: Final = election_prefix(RUN, "lead")
-BARRIER: Final = barrier_prefix(RUN, "gate")
 STORE: Final = "/ftcoord/v1/@store/shared/"
-WRITTEN: Final = "/written"
-"""What leaders write: the number of their term, and their name."""
 FASTEST: Final = 1.011
 """How fast the fastest clock of a process is."""
 
 
 GARBAGE: Final = (b"", b"garbage", b"{}", b'{"v":1}', b'{"v":9,"number":3}', b"\xff\xfe")
 """What somebody writes into keys now and then."""
+
+
+def is_member_key(key: str) -> bool:
+    """Whether a key is among the member keys of any group."""
+    return key.rpartition("/")[0].endswith("/members")
 
 
 class Violation(AssertionError):
@@ -352,143 +348,6 @@ class QuorumOracle:
         require("S2 an id is of one membership", names == quorum.names, f"id {quorum.id}: {sorted(names)}")
 
 
-class ElectionOracle:
-    """One leader a term, and no write of one whose term is over.
-
-    Args:
-        owner: the name of the process that a member belongs to, by the member's id.
-    """
-
-    def __init__(self, owner: Callable[[str], str]) -> None:
-        self._owner = owner
-        self.term: Term | None = None
-        self._has_vanished = False
-        self._views: list[dict[str, int]] = [{}]
-        """What the candidates were since the last decision, each with the highest term that it says it knows of."""
-        self._by_revision: dict[int, int] = {}
-        """The number of each record, by its revision."""
-        self._numbers: dict[str, int] = {}
-        """The highest term that each process was told it leads."""
-        self._leading: dict[str, Compare] = {}
-        """The fences of those that believe to lead."""
-
-    def decided(self, kv: KeyValue) -> None:
-        try:
-            new = parse_term(kv.key, kv.value)
-        except StateError:
-            return
-        old, self.term = self.term, new
-        self._by_revision[kv.mod_revision] = new.number
-        views, self._views = self._views, self._views[-1:]
-        has_vanished, self._has_vanished = self._has_vanished, False
-        if old is None:
-            return
-        if has_vanished and (known := self._known(new, views)) < old.number:
-            # Who was told of that term is dead, or no candidate: docs/protocol.md lets the others begin anew.
-            require("S2 terms only grow", new.number > known, f"{new.number}, and the candidates know {known}")
-            return
-        require("S2 terms only grow", new.number >= old.number, f"{new.number} after {old.number}")
-        same = new.number > old.number or new.member == old.member
-        require("S1 one leader a term", same, f"term {new.number}: {old.name} and {new.name}")
-
-    def _known(self, new: Term, views: Sequence[Mapping[str, int]]) -> int:
-        """The highest term that who decided this must know of: by the record that it names, by what it was told, or by
-        a candidate that was there all the time since it joined. Where somebody has deleted the record, nothing else
-        tells of the terms before."""
-        decider, _, base = new.by.partition(" ")
-        said = min((max(view.values()) for view in views if decider in view), default=0)
-        return max(said, self._by_revision.get(int(base), 0), self._numbers.get(self._owner(decider), 0))
-
-    def candidate(self, event: Event) -> None:
-        """A candidate has written its candidacy, or is gone."""
-        kv, view = event.kv, {**self._views[-1]}
-        view.pop(member_of(kv.key), None)
-        if event.kind == "put" and kv.lease:
-            with contextlib.suppress(StateError):
-                view[member_of(kv.key)] = parse_candidacy(kv.key, kv.value).after
-        self._views.append(view)
-
-    def vanished(self) -> None:
-        """The operator has deleted the record."""
-        self._has_vanished = True
-
-    def restored(self, candidates: Iterable[Event]) -> None:
-        self.term, self._has_vanished, self._views, self._by_revision = None, False, [{}], {}
-        for event in candidates:
-            self.candidate(event)
-
-    def written(self, value: bytes) -> None:
-        """A leader's write with its fence was accepted."""
-        number, name = value.decode().split(" ", 1)
-        now = self.term
-        leads = now is not None and (now.number, now.name) == (int(number), name)
-        require(
-            "no write of a leader that was replaced",
-            leads,
-            lambda: f"{name} writes in term {number}, and {now} leads",
-        )
-
-    def elected(self, process: str, number: int, fence: Compare, kvs: Mapping[str, KeyValue]) -> None:
-        """It leads from now on, as far as it knows; `kvs` are what etcd holds."""
-        last = self._numbers.get(process, 0)
-        require("S2 terms only grow", number >= last, f"{process}: {number} after {last}")
-        self._numbers[process] = number
-        self._leading[process] = fence
-        live = [name for name, one in self._leading.items() if one.key in kvs and kvs[one.key].value == one.operand]
-        require("S1 one leads with a live fence", len(live) <= 1 or process not in live, f"{live} lead")
-
-    def resigned(self, process: str) -> None:
-        """It knows that it leads no longer."""
-        self._leading.pop(process, None)
-
-
-class BarrierOracle:
-    """As many pass together as were agreed, each once.
-
-    Args:
-        is_killed: whether a process was killed, by its name.
-    """
-
-    def __init__(self, is_killed: Callable[[str], bool]) -> None:
-        self._is_killed = is_killed
-        self._has_vanished = self._is_missing = False
-        self.record: Generation | None = None
-        self._passed: dict[tuple[int, int], str] = {}
-        self._last: dict[str, int] = {}
-
-    def decided(self, kv: KeyValue) -> None:
-        try:
-            new = parse_generation(kv.key, kv.value)
-        except StateError:
-            return
-        old, self.record = self.record, new
-        if old is not None:
-            least = self._known() if self._is_missing else old.number
-            require("S2 generations only grow", new.number >= least, f"{new.number} after {old.number}")
-        self._is_missing = False
-        together = sorted(one.index for one in new.passed if one.number == new.number)
-        whole = new.number == 0 or together == [*range(new.parties)] or (old is not None and old.number == new.number)
-        require("S1 as many pass as agreed", whole, f"generation {new.number}: {together}")
-
-    def passed(self, process: str, number: int, index: int) -> None:
-        require("a party passes once", number > self._last.get(process, 0), f"{process}: generation {number}")
-        self._last[process] = number
-        other = self._passed.get((number, index), process)
-        # The operator has deleted the record, and who knew of that generation is dead: its number may be given again.
-        is_forgotten = self._has_vanished and self._is_killed(other)
-        is_alone = other == process or is_forgotten
-        require("S1 one place for each", is_alone, f"{process} and {other} in generation {number}: {index}")
-        self._passed[number, index] = process
-
-    def vanished(self) -> None:
-        """The operator has deleted the record."""
-        self._has_vanished = self._is_missing = True
-
-    def _known(self) -> int:
-        """The last generation that anybody who lives has passed: the others may begin anew when the record is gone."""
-        return max((number for process, number in self._last.items() if not self._is_killed(process)), default=0)
-
-
 @dataclass
 class Oracles:
     """All of them, fed with every change of etcd."""
@@ -506,7 +365,6 @@ class Oracles:
 
     def __post_init__(self) -> None:
         self.rounds, self.quorums = RoundOracle(self.nnodes), QuorumOracle(self.job, self.owner)
-        self.election, self.barrier = ElectionOracle(self.owner), BarrierOracle(self.is_killed)
         self.was_restored = False
         self.operations: list[Operation] = []
         self.timers = TimersHeld()
@@ -520,16 +378,10 @@ class Oracles:
         self._round_stores = f"{RUN}/store/"
         self._data = store_values_span(STORE).start
         self._members = members_span(self.job.prefix)
-        self._candidates = members_span(ELECTION)
         self._head = decided_key(self.job.prefix)
         self._roster = roster_key(self._head)
-        self._term, self._barrier = decided_key(ELECTION), decided_key(BARRIER)
-        self._decided: dict[str, Callable[[KeyValue], None]] = {
-            decided_key(RUN): self.rounds.decided,
-            self._term: self.election.decided,
-            self._barrier: self.barrier.decided,
-        }
-        self._groups = {decided_key(prefix): prefix for prefix in (RUN, self.job.prefix, ELECTION, BARRIER)}
+        self._decided: dict[str, Callable[[KeyValue], None]] = {decided_key(RUN): self.rounds.decided}
+        self._groups = {decided_key(prefix): prefix for prefix in (RUN, self.job.prefix)}
 
     def committed(self, events: Sequence[Event], now: float) -> None:
         """etcd has done this, in one revision. Raises Violation."""
@@ -554,7 +406,6 @@ class Oracles:
         self.was_restored = True
         self.kvs = {kv.key: kv for kv in kvs}
         self.rounds.restored()
-        self.election.restored([Event("put", kv) for kv in self.kvs.values() if kv.key in self._candidates])
         self.quorums.restored([Event("put", kv) for kv in self.kvs.values() if kv.key in self._members], now)
         for key, kv in self.kvs.items():
             if key in self._decided:
@@ -599,14 +450,8 @@ class Oracles:
                 self._decided[kv.key](kv)
                 self._judge_decider(kv)
                 self._judge_roll(kv)
-            elif kv.key == self._term:
-                self.election.vanished()
-            elif kv.key == self._barrier:
-                self.barrier.vanished()
         elif kv.key in self._members:
             self.quorums.member(event, now)
-        elif kv.key in self._candidates:
-            self.election.candidate(event)
         elif kv.key in self._fences:
             self._judge_fences(event)
         elif kv.key.startswith(self._round_stores):
@@ -619,8 +464,6 @@ class Oracles:
         elif "/deaths/" in kv.key and event.kind == "put":
             member = member_of(kv.key)
             require("who is said to be dead is dead", self.is_dead(member), f"{kv.key}: {self.owner(member)} lives")
-        elif kv.key == WRITTEN:
-            self.election.written(kv.value)
 
     def _judge_fences(self, event: Event) -> None:
         if event.kind == "put":

@@ -63,15 +63,13 @@ ALL: Final = {**PROCESSES, **NETWORK, **ETCD, **KEYS}
 
 PROFILES: Final[Mapping[str, Profile]] = {
     "rounds": Profile({"agent": (2, 5)}, {**ALL, "worker_fails": 3.0, "drain": 2.0}),
-    "restores": Profile(
-        {"agent": (2, 4), "candidate": (0, 3)}, {**PROCESSES, **NETWORK, **RESTORES, "leader": 1.0, "worker_fails": 2.0}
-    ),
+    "restores": Profile({"agent": (2, 4)}, {**PROCESSES, **NETWORK, **RESTORES, "leader": 1.0, "worker_fails": 2.0}),
     "quorums": Profile({"trainer": (2, 5)}, ALL),
     "lost quorums": Profile({"trainer": (2, 4)}, {**PROCESSES, **NETWORK, **RESTORES}),
-    "recipes": Profile({"candidate": (2, 4), "party": (2, 3), "beater": (0, 2)}, ALL),
+    "heartbeats": Profile({"beater": (1, 3)}, {**PROCESSES, **NETWORK, **ETCD}),
     "stores": Profile({"store": (2, 4), "agent": (0, 2)}, {**PROCESSES, **NETWORK, **ETCD}),
     "whole jobs": Profile(
-        {"agent": (2, 3), "trainer": (1, 3), "store": (1, 2), "candidate": (1, 2), "beater": (0, 1)},
+        {"agent": (2, 3), "trainer": (1, 3), "store": (1, 2), "beater": (0, 1)},
         {**ALL, "worker_fails": 1.0, "drain": 1.0},
     ),
     "timers": Profile(

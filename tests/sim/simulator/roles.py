@@ -16,15 +16,13 @@ from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.core.rendezvous_records import ROLLS, RollSizes
-from ftcoord.errors import EtcdError, FtcoordError, StateError
-from ftcoord.etcd.api import Put
-from ftcoord.recipes.leadership import Leadership
+from ftcoord.errors import EtcdError, StateError
 from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
 from simulator.managed_roles import Group
-from simulator.oracles import STORE, WRITTEN, StartedRound, Violation
+from simulator.oracles import STORE, StartedRound, Violation
 from simulator.role import RESTART_PAUSE, Hold, Role
 from simulator.timed_roles import Watchdog, Worker
 
@@ -253,71 +251,6 @@ class StoreUser(Role):
         return f"{late} were answered nothing" if late else ""
 
 
-class Candidate(Role):
-    """Leads when it is elected, writes with its fence, and resigns now and then."""
-
-    wrote_at = -1.0
-
-    def live(self, process: Process) -> None:
-        election = ftcoord.Election("run", "lead", process.name, etcd=process.client, lease_ttl=5)
-        with election:
-            while not process.leaves.is_set():
-                try:
-                    leadership = election.campaign(self.draw.choice((2.0, 10.0)))
-                except (TimeoutError, FtcoordError):
-                    process.rest(RESTART_PAUSE)
-                    continue
-                process.note("#", f"leads term {leadership.number}")
-                oracles = self.world.oracles
-                process.check(oracles.election.elected, leadership.number, leadership.fence, oracles.kvs)
-                self._lead(process, leadership)
-                process.check(oracles.election.resigned)
-
-    def _lead(self, process: Process, leadership: Leadership) -> None:
-        value = f"{leadership.number} {process.name}".encode()
-        while not leadership.lost and not process.leaves.is_set():
-            with contextlib.suppress(EtcdError):
-                if process.client.txn([leadership.fence], [Put(WRITTEN, value)]).succeeded:
-                    self.wrote_at = self.world.scheduler.time
-            process.pause(self.draw.choice((0.1, 1.0)))
-            if self.draw.random() < 0.05:
-                leadership.resign()
-        with contextlib.suppress(EtcdError):  # as one that has not looked yet
-            process.client.txn([leadership.fence], [Put(WRITTEN, value)])
-
-    @classmethod
-    def missing(cls, world: World, since: float) -> str:
-        candidates = [role for _, role in world.of(cls)]
-        if not candidates or any(one.wrote_at > since for one in candidates):
-            return ""
-        return "nobody leads"
-
-
-class Party(Role):
-    """Waits at a barrier, again and again."""
-
-    passed_at = -1.0
-
-    def live(self, process: Process) -> None:
-        with ftcoord.Barrier("run", "gate", self.world.plan.cast["party"], etcd=process.client, lease_ttl=5) as barrier:
-            while not process.leaves.is_set():
-                try:
-                    index = barrier.wait(self.draw.choice((2.0, 10.0)))
-                except (TimeoutError, FtcoordError):
-                    process.rest(RESTART_PAUSE)
-                    continue
-                self.passed_at = self.world.scheduler.time
-                process.note("#", f"passes in generation {barrier._after} at {index}")
-                process.check(self.world.oracles.barrier.passed, barrier._after, index)
-                process.pause(self.draw.uniform(0, 1))
-
-    @classmethod
-    def missing(cls, world: World, since: float) -> str:
-        parties = [(process, role) for process, role in world.of(cls)]
-        late = [process.name for process, role in parties if role.passed_at < since]
-        return f"{late} have not passed" if late and len(parties) == world.plan.cast["party"] else ""
-
-
 class Beater(Role):
     """A heartbeat with data that changes; of every other one it never does."""
 
@@ -352,8 +285,6 @@ ROLES: dict[str, type[Role]] = {
     "agent": Agent,
     "trainer": Trainer,
     "store": StoreUser,
-    "candidate": Candidate,
-    "party": Party,
     "beater": Beater,
     "worker": Worker,
     "watchdog": Watchdog,

@@ -24,12 +24,12 @@ from virtual.processes import Clock
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.core.layout import is_member_key, member_of, members_span
+from ftcoord.core.layout import member_of, members_span
 from ftcoord.core.lease import SessionState
 from ftcoord.etcd.api import Event, Get, Span
 from ftcoord.primitives.renewal import KeptLease
 from simulator.copies import Copies
-from simulator.oracles import BARRIER, ELECTION, RUN, Oracles, Violation, require
+from simulator.oracles import RUN, Oracles, Violation, is_member_key, require
 from simulator.plan import Network, Plan
 from simulator.stubs import CONFIG, SentinelStub
 from simulator.trace import Trace
@@ -253,7 +253,7 @@ class World:
         self.observer = etcd.client()
         etcd.listen(self._committed)
         job = self.job.prefix
-        prefixes = {"agent": RUN, "trainer": job, "candidate": ELECTION, "party": BARRIER, "group": job}
+        prefixes = {"agent": RUN, "trainer": job, "group": job}
         self.groups = [*dict.fromkeys(prefix for role, prefix in prefixes.items() if plan.cast.get(role))]
         """What the keys of each group that has members begin with."""
         self.copies = Copies(self)

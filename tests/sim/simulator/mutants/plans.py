@@ -32,7 +32,7 @@ depends on all keys that are there, so one plan would bring this only until a ke
 CUT_OFF_WHILE_ETCD_IS_RESTORED: Final = Plan(
     0,
     "restores",
-    {"agent": 3, "trainer": 2, "candidate": 0},
+    {"agent": 3, "trainer": 2},
     (PlannedFault(12.2, "worker_fails", 1), PlannedFault(14.2, "cut", 22), PlannedFault(14.3, "restore", 5)),
     Network(),
     16.5,
@@ -75,7 +75,7 @@ JOINS_BEHIND_A_DELETED_KEY: Final = replace(
 A_LARGE_ROUND_IS_LOST_WITH_ITS_ROLL: Final = replace(
     FOUND["a large round that etcd lost with its roll, while its nodes took their seats"],
     seed=987,
-    cast={"agent": 2, "candidate": 0},
+    cast={"agent": 2},
     faults=tuple(
         map(
             PlannedFault.parse,

@@ -25,12 +25,12 @@ from simulator.mutants.planting import Mutant
 
 ROUNDS: Final = ("rounds", "restores")
 QUORUMS: Final = ("quorums", "lost quorums")
-RECIPES: Final = ("recipes",)
+HEARTBEATS: Final = ("heartbeats",)
 RESTORES: Final = ("restores",)
 STORES: Final = ("stores",)
 TIMERS: Final = ("timers",)
 VOTES: Final = ("votes",)
-ALL: Final = ("rounds", "quorums", "recipes", "stores")
+ALL: Final = ("rounds", "quorums", "heartbeats", "stores")
 
 MUTANTS: Final = (
     # -- writes -------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "keys are not written again under a new lease", "ftcoord.primitives.leased_keys",
-        "self._dirty = dict.fromkeys(self._wanted)", "self._dirty = {}", RECIPES,
+        "self._dirty = dict.fromkeys(self._wanted)", "self._dirty = {}", HEARTBEATS,
     ),
     Mutant(
         "a sentinel does not give up leases", "ftcoord.primitives.sentinel_main",
@@ -264,29 +264,6 @@ MUTANTS: Final = (
         "another member's answer is taken for one's own", "ftcoord.core.quorum",
         "if any(answered.get(member, 0) >= asked for member in me):",
         "if any(count >= asked for count in answered.values()):", QUORUMS,
-    ),
-    # -- elections and barriers ---------------------------------------------------------------------------------------
-    Mutant(
-        "a leader's fence names no leader", "ftcoord.recipes.election",
-        'fence = Compare(term_key(self._prefix, term.number), "value", "=", term.member.encode())',
-        'fence = Compare(term_key(self._prefix, term.number), "version", ">", 0)', RESTORES,
-    ),
-    Mutant(
-        "a leader that is gone still leads", "ftcoord.core.election",
-        "and last.member in live:", "and live:", RECIPES,
-    ),
-    Mutant(
-        "a term's fence stays when the next one begins", "ftcoord.recipes.election",
-        "other_terms(self.prefix, now.number))", "())", RECIPES,
-    ),
-    Mutant(
-        "a party that has passed has arrived again", "ftcoord.core.barrier",
-        "if ask.parties == parties and (party not in before or ask.after >= before[party].number)",
-        "if ask.parties == parties", RECIPES,
-    ),
-    Mutant(
-        "a barrier opens for one less", "ftcoord.core.barrier",
-        "if len(arrived) < parties:", "if len(arrived) < parties - 1:", RECIPES,
     ),
     # -- votes --------------------------------------------------------------------------------------------------------
     Mutant(

@@ -1,1 +1,0 @@
-"""Small uses of the group mechanism: `Election` and `Barrier`."""
