@@ -12,15 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.nodes import MONITOR_INTERVAL
 from benchmarks.processes import PROCESSES, BenchmarkError, Made, Processes, making
 from ftcoord.config import EtcdConfig
-from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import Compare, Get, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
-from ftcoord.etcd.rpc.batching import Batcher
-from ftcoord.etcd.rpc.codec import txn_request, txn_result
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 from ftcoord.rendezvous.settings import RendezvousSettings
@@ -50,13 +47,12 @@ class _Own(Span):
 
 
 class Host(SharedClient):
-    """A host's client. It shares the connection of its process, but no watch, and no transaction: etcd sends every host
-    its own events, and has every host's writes by themselves. Of those in one process a few send requests at a time."""
+    """A host's client. It shares the connection of its process, but no watch: etcd sends every host its own events. Of
+    those in one process a few send requests at a time."""
 
     def __init__(self, config: EtcdConfig) -> None:
         super().__init__(config)
         self.leases: list[int] = []
-        self._writes = Batcher(self._write)
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
         with _turns:
@@ -78,27 +74,6 @@ class Host(SharedClient):
     ) -> TxnResult:
         with _turns:
             return super().txn(compares, success, failure, timeout=timeout)
-
-    def submit(
-        self,
-        compares: Sequence[Compare],
-        success: Sequence[Op],
-        done: Callable[[TxnResult | EtcdError], None],
-        *,
-        timeout: float,
-    ) -> None:
-        def tell(response: Any, revision: int, error: EtcdError | None) -> None:
-            done(error or txn_result(response, revision))
-
-        self._writes.submit(txn_request(compares, success, ()), timeout, tell)
-
-    def _write(self, request: Any, timeout: float) -> Any:
-        with _turns:
-            return self._hold.client._transport.write(request, timeout)
-
-    def close(self) -> None:
-        super().close()
-        self._writes.close()
 
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False

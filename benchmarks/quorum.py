@@ -164,7 +164,7 @@ def run(sizes: tuple[int, ...], repeat: int) -> str:
 
 Written by `python -m benchmarks.quorum --write docs/benchmarks.md`. N replicas ask at once; ms until the last one
 is answered, median of {repeat}. Up to {MOST_PROCESSES} replicas have a process each; more share {PROCESSES} processes.
-ftcoord's replicas of one process share its connection and watches and batch their writes, which those on separate hosts
+ftcoord's replicas of one process share its connection and watches, which those on separate hosts
 cannot: [scaling.md](scaling.md#quorums-of-many-replicas) measures separate hosts, so its ratio to torchft is larger.
 A single raw transaction that puts one key took {1000 * raw:.3f} ms; "N writes" is N of them at once, from as many
 clients in the same processes.

@@ -285,9 +285,8 @@ def quorums_section(sizes: Sequence[int], members: int, processes: int, patience
     about = f"""Written by `python -m benchmarks.scale --quorums --write docs/scaling.md`. {_machine()} N replicas in
     {processes} processes, or more so that none has over {MOST_IN_ONE}, ask at once, {STEPS} times; ms until the last
     one is answered (median). The last four columns are ftcoord's, per replica and step. Replicas of one process share
-    a connection, but neither watches nor requests, as if each had a host of its own. In
-    [benchmarks.md](benchmarks.md#quorums) those of one process share watches and batch their writes, so its ratio to
-    torchft is smaller."""
+    a connection, but no watches, as if each had a host of its own. In [benchmarks.md](benchmarks.md#quorums) those of
+    one process share watches, so its ratio to torchft is smaller."""
     return _section("## Quorums of many replicas", about, table(names, rows), problems)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core.verdict import Publish, Wait
-from ftcoord.errors import EtcdError, EtcdUnavailable, OutcomeUnknown, StateError
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Batch, Compare, Etcd, Get, KeyValue, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.retry import TimeLimit
@@ -71,20 +71,6 @@ class Door:
         timeout: float | None = None,
     ) -> TxnResult:
         return self.real.txn(compares, success, failure, timeout=timeout)
-
-    def submit(
-        self,
-        compares: Sequence[Compare],
-        success: Sequence[Op],
-        done: Callable[[TxnResult | EtcdError], None],
-        *,
-        timeout: float,
-    ) -> None:
-        try:
-            result: TxnResult | EtcdError = self.txn(compares, success, timeout=timeout)
-        except EtcdError as error:
-            result = error
-        done(result)
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Any:
         return self.real.grant(ttl, timeout=timeout)

@@ -106,7 +106,6 @@ class Replica:
                 RECORD_TTL,
                 timeout,
                 keeps_lease=keeps_lease,
-                batches=True,
                 dies_with_process=dies_with_process,
                 history_ttl=job.history_ttl,
                 name=replica_id,

@@ -16,7 +16,7 @@ from ftcoord.core.layout import Span as Span
 from ftcoord.core.layout import decode_key as decode_key
 from ftcoord.core.layout import encode_key as encode_key
 from ftcoord.core.layout import member_id, member_of
-from ftcoord.errors import EtcdError, RequestRefused
+from ftcoord.errors import RequestRefused
 
 
 class KeyValue(NamedTuple):
@@ -317,21 +317,6 @@ class Etcd(EtcdCalls, Protocol):
     EtcdUnavailable when the call had no effect, OutcomeUnknown when a write may have had one, EtcdAuthError when etcd
     refuses the login, ClientClosed when the client was closed.
     """
-
-    def submit(
-        self,
-        compares: Sequence[Compare],
-        success: Sequence[Op],
-        done: Callable[[TxnResult | EtcdError], None],
-        *,
-        timeout: float,
-    ) -> None:
-        """Start a transaction that writes, without waiting for it. It may share a request, and a revision, with others
-        that are submitted at the same time.
-
-        `done` is called once, with the result or with the error that `txn` would raise: on the caller's thread before
-        this returns, or on a thread of the client. It must not block.
-        """
 
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False

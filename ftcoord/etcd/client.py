@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
@@ -25,7 +25,6 @@ from ftcoord.etcd.api import (
 )
 from ftcoord.etcd.release import EMBEDDED_NAMES, newer_wanted
 from ftcoord.etcd.rpc import messages
-from ftcoord.etcd.rpc.batching import Batcher
 from ftcoord.etcd.rpc.codec import range_request, range_result, txn_request, txn_result
 from ftcoord.etcd.rpc.transport import Transport
 from ftcoord.etcd.rpc.watch import Watcher, WatchHub
@@ -85,9 +84,8 @@ class EtcdClient(KeyCalls, Closing):
         self.config = EtcdConfig.of(etcd)
         self._transport = Transport(self.config)
         self._watches = WatchHub(self._transport)
-        self._batcher = Batcher(self._transport.write)
         self._cancel_finalizer = concurrency.when_forgotten(
-            self, _close, self._transport, self._watches, self._batcher, stage=concurrency.Stage.CLIENTS
+            self, _close, self._transport, self._watches, stage=concurrency.Stage.CLIENTS
         )
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
@@ -118,26 +116,6 @@ class EtcdClient(KeyCalls, Closing):
         request = txn_request(compares, success, failure)
         response = self._transport.call(messages.TXN, request, timeout=timeout, write=True)
         return txn_result(response, response.header.revision)
-
-    def submit(
-        self,
-        compares: Sequence[Compare],
-        success: Sequence[Op],
-        done: Callable[[TxnResult | EtcdError], None],
-        *,
-        timeout: float,
-    ) -> None:
-        """Start a transaction that writes, without waiting for it. It may share a request with others.
-
-        `done` is called once, with the result or with the error that `txn` would raise, after `timeout` seconds at
-        most. That is on the caller's thread before this returns, or on a thread of the client. It must not block.
-        """
-        self._transport.check_process()
-
-        def tell(response: Any, revision: int, error: EtcdError | None) -> None:
-            done(error or txn_result(response, revision))
-
-        self._batcher.submit(txn_request(compares, success, ()), timeout, tell)
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
         """Take a new lease of `ttl` seconds, within `timeout` seconds. etcd may grant a longer TTL, see the result.
@@ -259,7 +237,7 @@ class EtcdClient(KeyCalls, Closing):
         if not self._transport.is_owner():
             return
         self._cancel_finalizer()
-        _close(self._transport, self._watches, self._batcher)
+        _close(self._transport, self._watches)
 
     def __repr__(self) -> str:
         return f"EtcdClient({self.config.describe()})"
@@ -274,11 +252,10 @@ class EtcdClient(KeyCalls, Closing):
         return any(member.id == member_id and member.name.startswith(EMBEDDED_NAMES) for member in response.members)
 
 
-def _close(transport: Transport, watches: WatchHub, batcher: Batcher) -> None:
-    """In this order: calls fail, watches end, nothing more is sent, no thread is left in gRPC."""
+def _close(transport: Transport, watches: WatchHub) -> None:
+    """In this order: calls fail, watches end, no thread is left in gRPC."""
     transport.close()
     watches.close()
-    batcher.close()
     transport.join(GRPC_CLOSE_TIMEOUT)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig
-from ftcoord.errors import ClientClosed, EtcdError
+from ftcoord.errors import ClientClosed
 from ftcoord.etcd.api import Compare, Get, KeyCalls, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient, Status
 from ftcoord.etcd.rpc.transport import CLIENT_CLOSED
@@ -96,21 +96,6 @@ class SharedClient(KeyCalls, Closing):
         timeout: float | None = None,
     ) -> TxnResult:
         return self._hold.client.txn(compares, success, failure, timeout=timeout)
-
-    def submit(
-        self,
-        compares: Sequence[Compare],
-        success: Sequence[Op],
-        done: Callable[[TxnResult | EtcdError], None],
-        *,
-        timeout: float,
-    ) -> None:
-        try:
-            client = self._hold.client
-        except ClientClosed as error:
-            done(error)
-            return
-        client.submit(compares, success, done, timeout=timeout)
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
         return self._hold.client.grant(ttl, timeout=timeout)

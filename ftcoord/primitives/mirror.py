@@ -150,18 +150,6 @@ class Mirror:
             self.revision = revision
             self.kvs.update((kv.key, kv) for kv in kvs)
 
-    def expect(self, kv: KeyValue) -> None:
-        """Take over what a transaction wrote to one key, which the watch will bring too. The other keys are not known
-        at its revision."""
-        self.kvs[kv.key] = kv
-
-    def has(self, posted: Posted) -> bool:
-        """Whether this is a batch of changes that are all in this copy already: `apply` finds nothing in it."""
-        item = posted.item
-        if posted.source is not self._source or not self.synced or not isinstance(item, Batch):
-            return False
-        return all(event.kv.mod_revision <= self._known_at(event.kv.key) for event in item.events)
-
     def doubt(self) -> None:
         """A transaction contradicts this copy: have the next `sync()` check whether etcd ever had its values.
 
@@ -222,19 +210,11 @@ class Mirror:
         """All keys; without their values if those are not known anyway."""
         return Get(self.span, revision=revision, keys_only=self._deletes_only)
 
-    def _known_at(self, key: str) -> int:
-        """The revision up to which the changes of a key are known."""
-        kv = self.kvs.get(key)
-        return self.revision if kv is None else max(self.revision, kv.mod_revision)
-
     def _apply_batch(self, batch: Batch) -> list[Change]:
         known, changes = self.revision, []  # up to here the read has everything, though the watch delivers it too
         for event in batch.events:
             key, was, now = event.kv.key, self.kvs.get(event.kv.key), event.kv if event.kind == "put" else None
             if event.kv.mod_revision <= known:
-                continue
-            if was is not None and event.kv.mod_revision <= was.mod_revision:  # expected
-                self.revision = event.kv.mod_revision
                 continue
             if not self._deletes_only and not _follows(now, was):
                 log.warning("a watch missed a change of %r: reading again", key)

@@ -14,7 +14,7 @@ from helpers import DEADLINE, Seen, eventually
 from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord.config import EtcdConfig
-from ftcoord.errors import ClientClosed, Compacted, EtcdError, LeaseLost, RequestRefused, Rewound
+from ftcoord.errors import ClientClosed, Compacted, LeaseLost, RequestRefused, Rewound
 from ftcoord.etcd import reading
 from ftcoord.etcd.api import (
     Batch,
@@ -27,7 +27,6 @@ from ftcoord.etcd.api import (
     Put,
     RangeResult,
     Span,
-    TxnResult,
     WatchItem,
     absent,
     exists,
@@ -235,7 +234,6 @@ def test_a_comparison_of_a_range_must_hold_for_each_of_its_keys(client: Client, 
 
 
 def test_a_guard_of_a_range_holds_until_one_of_its_keys_is_written(client: Client, prefix: str) -> None:
-    """As a decider guards its decision: nobody wrote what it has not seen, but for its own key."""
     members, mine = Span(f"{prefix}/members/", is_prefix=True), f"{prefix}/members/b"
     key, below, above = members.start, mine.encode(), members.end
 
@@ -481,38 +479,6 @@ def test_a_put_under_a_lease_that_is_gone_refuses_the_whole(client: Client, pref
     with pytest.raises(LeaseLost, match="take a new one"):
         client.txn((), (Put(f"{prefix}/a", b""), Put(f"{prefix}/b", b"", lease)))
     assert client.range(Get(Span(prefix, is_prefix=True))).count == 0
-
-
-# -- transactions that nobody waits for -----------------------------------------------------------------------------
-
-
-def test_what_is_submitted_is_told_once(client: Client, prefix: str) -> None:
-    """Many at a time, of which some fail: each is told of its own."""
-    told: dict[int, list[TxnResult | EtcdError]] = {number: [] for number in range(60)}
-    lease = client.grant(60).id
-    client.revoke(lease)
-
-    def submit(number: int) -> None:
-        key = f"{prefix}/{number}"
-        compares = (exists(key),) if number % 3 == 1 else (absent(key),)
-        put = Put(key, b"", lease if number % 3 == 2 else 0)
-        client.submit(compares, (put,), told[number].append, timeout=DEADLINE)
-
-    threads = [threading.Thread(target=submit, args=(number,)) for number in told]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    eventually(lambda: all(told.values()), what="all answers")
-    for number, (result,) in told.items():
-        if number % 3 == 2:
-            assert isinstance(result, LeaseLost)
-        else:
-            assert isinstance(result, TxnResult)
-            assert result.succeeded is (number % 3 == 0)
-            if result.succeeded:
-                assert client.get(f"{prefix}/{number}").kvs[0].mod_revision == result.revision
-    assert client.range(Get(Span(prefix, is_prefix=True))).count == 20
 
 
 # -- watches --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from helpers import DEADLINE, Seen, eventually, python
 from members import CALL_TIMEOUT, Blind, Counting, Lossy, Node, Overtaken, read
 
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import Compacted, EtcdUnavailable, LeaseLost, OutcomeUnknown
+from ftcoord.errors import Compacted, LeaseLost
 from ftcoord.etcd.api import Batch, Etcd, Get, RangeResult, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.retry import TimeLimit
@@ -89,84 +89,6 @@ def test_a_member_changes_what_it_asks_for(join: Join) -> None:
         node.hears(lambda roll: roll["members"] == expected)
         assert node.group.decided is not None
         assert read(node.group.decided)["members"] == expected
-
-
-def test_most_members_hear_of_decisions_without_their_threads(join: Join) -> None:
-    """Only the decider's thread has something to do: the others' sleep on, which makes large groups cheap."""
-    first, second = join(), join()
-    first.sees(first, second)
-    second.sees(first, second)
-    heard_on: list[str] = []
-    listener = second.group._record._listener
-    second.group._record._listener = lambda kv, roster: (
-        heard_on.append(threading.current_thread().name),
-        listener(kv, roster),
-    )[1]
-    asks = itertools.count()
-
-    def hears_on_the_watchs_alone() -> bool:
-        """Not yet, perhaps: its own thread may still be busy with having joined."""
-        heard_on.clear()
-        for ask in itertools.islice(asks, 3):
-            first.ask(f"{ask}")
-            second.hears(lambda roll, ask=ask: roll["members"][first.id] == f"{ask}/1")
-        return set(heard_on) == {"ftcoord-watch"}
-
-    eventually(hears_on_the_watchs_alone, lambda: f"it hears on {heard_on}")
-
-
-def written(node: Node, value: bytes) -> bool:
-    """Whether the node's member writes a value without waiting for it."""
-    told: list[bool] = []
-    node.group.enter_soon(value, CALL_TIMEOUT, told.append)
-    return eventually(lambda: told, "it is told")[0]
-
-
-def test_a_member_asks_without_waiting(join: Join, client: EtcdClient) -> None:
-    first, second = join(), join()
-    assert written(second, b"soon")
-    for node in (first, second):
-        node.hears(lambda roll: roll["members"].get(second.id) == "soon")
-    kv = client.get(second.group.key).one
-    assert kv == second.group._member_key.kv
-    second.ask("later")
-    first.hears(lambda roll: roll["members"].get(second.id) == "later/1")
-
-
-@pytest.mark.parametrize("decides", [True, False], ids=["a decider", "another"])
-def test_a_member_that_could_not_ask_without_waiting_asks_again(join: Join, client: EtcdClient, decides: bool) -> None:
-    """Whatever became of the first attempt: the key is written once more if it must, and is never written twice."""
-    if not decides:
-        join()
-    node = join(Lossy(client, seed=3))
-    wanted = {(True, 1)}
-    if not decides:  # what a decider asks goes with its decision, which is sent again if it must
-        wanted |= {(False, 0), (False, 1)}
-    outcomes: set[tuple[bool, int]] = set()
-    for number in range(1000):  # which requests get lost also depends on those that other threads send
-        if number >= 40 and wanted <= outcomes:
-            break
-        before = client.get(node.group.key).kvs[0].version
-        value = b"%d/0" % number
-        told = written(node, value)
-        changed = client.get(node.group.key).kvs[0].version - before
-        outcomes.add((told, changed))
-        assert changed == 1 or not told
-        while not told:
-            with contextlib.suppress(EtcdUnavailable, OutcomeUnknown):
-                node.group.enter(value, TimeLimit(CALL_TIMEOUT))
-                told = True
-        now = client.get(node.group.key).kvs[0]
-        assert (now.value, now.version) == (value, before + 1)
-    assert wanted <= outcomes <= {(True, 1), (False, 0), (False, 1)}
-
-
-def test_a_member_whose_key_is_gone_is_told(join: Join, client: EtcdClient) -> None:
-    node = join()
-    client.revoke(node.session.lease_id)
-    assert not written(node, b"late")
-    with pytest.raises(LeaseLost):
-        node.group.enter(b"late", TimeLimit(CALL_TIMEOUT))
 
 
 def test_the_next_oldest_decides_when_the_decider_leaves(join: Join) -> None:

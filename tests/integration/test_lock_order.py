@@ -92,7 +92,7 @@ def test_members_of_a_group(recorder: locks.Recorder, own: EtcdClient, prefix: s
     for node in nodes[2:]:
         node.ask("again")
         node.leave()
-    assert {"Group._turn", "MemberKey._writing", "WatchHub._lock", "Renewer._wake"} <= recorder.names
+    assert {"MemberKey._writing", "WatchHub._lock", "Renewer._wake"} <= recorder.names
 
 
 def test_replicas_and_their_managers(recorder: locks.Recorder, etcd: EtcdServer, prefix: str) -> None:
@@ -113,7 +113,7 @@ def test_replicas_and_their_managers(recorder: locks.Recorder, etcd: EtcdServer,
     for server in servers:
         server.shutdown()
     del clients
-    assert {"Participant._writing", "Participant._changed", "RankBarrier._lock", "Batcher._lock"} <= recorder.names
+    assert {"Participant._writing", "Participant._changed", "RankBarrier._lock"} <= recorder.names
 
 
 def test_direct_replicas(recorder: locks.Recorder, etcd: EtcdServer, prefix: str) -> None:
@@ -144,7 +144,7 @@ def test_a_gateway(recorder: locks.Recorder, etcd: EtcdServer, client: EtcdClien
         killed.kill()
         members = Get(members_span(parse_address(job).prefix), keys_only=True)
         eventually(lambda: len(client.range(members).kvs) == 2, "the one that was killed is a member no longer")
-    assert {"GatewaySessions._lock", "DaemonPool._lock", "Participant._writing", "Batcher._lock"} <= recorder.names
+    assert {"GatewaySessions._lock", "DaemonPool._lock", "Participant._writing"} <= recorder.names
 
 
 def test_a_round_of_three_handlers(recorder: locks.Recorder, make_nodes: MakeNodes) -> None:
@@ -158,7 +158,7 @@ def test_a_round_of_three_handlers(recorder: locks.Recorder, make_nodes: MakeNod
     all_signalled(left[:2])
     assert {seat.world for seat in join_as_agents(left, [*(node.join() for node in left[:2]), *joins])} == {3}
     assert left[0].finish()
-    assert {"Node._changed", "Participant._writing", "Group._turn", "MemberKey._writing"} <= recorder.names
+    assert {"Node._changed", "Participant._writing", "MemberKey._writing"} <= recorder.names
 
 
 def test_a_store_timers_and_heartbeats(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,9 +13,7 @@ from benchmarks.agents import AT_ONCE, Host
 from benchmarks.metrics import Holdings
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.cluster import EtcdCluster
-from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdError
-from ftcoord.etcd.api import Get, Put, RangeResult, Span, TxnResult
+from ftcoord.etcd.api import Get, RangeResult, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.shared import SharedClient
 
@@ -81,20 +78,6 @@ def test_of_the_hosts_in_a_process_a_few_send_requests_at_a_time(monkeypatch: py
         hosts = [ends.enter_context(Host(EtcdConfig.load("127.0.0.1:1"))) for _ in range(count)]
         list(pool.map(lambda host: host.range(Get(Span("a"))), hosts))
     assert (most, done) == (AT_ONCE, count)
-
-
-def test_the_writes_of_two_hosts_never_travel_together(etcd: EtcdServer) -> None:
-    """Each is a process of its own on real hosts. While the first one's request is under way, the others' queue."""
-    config, count = EtcdConfig.load(etcd.get_endpoint()), 2 * AT_ONCE
-    with contextlib.ExitStack() as ends, etcd.get_client() as client, ThreadPoolExecutor(count) as pool:
-        hosts = [ends.enter_context(Host(config)) for _ in range(count)]
-        answers: queue.SimpleQueue[TxnResult | EtcdError] = queue.SimpleQueue()
-        before = client.get("any").revision
-        puts = [[Put(f"/hosts/{number}", b"")] for number in range(count)]
-        list(pool.map(lambda host, put: host.submit((), put, answers.put, timeout=PATIENCE), hosts, puts))
-        for _ in range(count):
-            assert isinstance(answers.get(timeout=PATIENCE), TxnResult)
-        assert client.get("any").revision == before + count, "writes of one request have one revision"
 
 
 def test_what_etcd_holds() -> None:

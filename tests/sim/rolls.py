@@ -94,11 +94,10 @@ class Caller:
         *,
         renews: bool = True,
         keeps_lease: bool = True,
-        batches: bool = False,
     ) -> None:
         self.use = RollUse(prefix, enough)
         self.participant: Participant[RollRecord, Called] = Participant(
             etcd,
             self.use,
-            ParticipantOptions(ttl, 60, 5.0, renews=renews, keeps_lease=keeps_lease, batches=batches),
+            ParticipantOptions(ttl, 60, 5.0, renews=renews, keeps_lease=keeps_lease),
         )

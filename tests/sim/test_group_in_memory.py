@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -21,10 +20,8 @@ from ftcoord.etcd.api import (
     Compare,
     Etcd,
     Event,
-    Get,
     Op,
     Put,
-    RangeResult,
     Span,
     TxnResult,
     Watch,
@@ -603,61 +600,6 @@ def test_a_host_whose_renewals_alone_get_lost_is_dead_to_the_others(world: World
     first.client.fate = fate
     assert world.agree(second)["by"] == second.node.id
     world.check_one_history()
-
-
-@simulated
-def test_no_decision_is_taken_for_a_missed_one(world: World) -> None:
-    """However the watch's thread and the group's share the work: nobody reads again what its watch has brought."""
-    reads: list[Call] = []
-
-    def note(call: Call) -> Fate:
-        if call.asked == Get(Span(f"{PREFIX}/decided")):
-            reads.append(call)
-        return Fate()
-
-    hosts = [world.host(note) for _ in range(4)]
-    number = world.agree(*hosts)["number"]
-    for _ in range(20):
-        number += 1
-        world.decide(number)
-        world.sleep(random.choice((0.0, 0.0005, 0.001)))
-    world.until(lambda: all(host.node.rolls[-1]["number"] == number for host in hosts), "all heard the last one")
-    assert not reads
-    world.check_one_history()
-
-
-class AsksWhenItLooks(Door):
-    """Somebody asks through the group just when its thread looks at a key, and so sees that its member is lost."""
-
-    def __init__(self, real: Etcd) -> None:
-        super().__init__(real)
-        self.key = ""
-        self.ask: Callable[[], None] = lambda: None
-
-    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        if get.span.start == self.key:
-            self.key = ""
-            self.ask()
-        return super().range(get, timeout=timeout)
-
-
-@simulated
-def test_who_asks_while_its_membership_ends_is_told(world: World) -> None:
-    """The decider holds an ask back for its thread, which may end before it takes that out of the inbox."""
-    doors: list[AsksWhenItLooks] = []
-
-    def door(real: Etcd) -> Etcd:
-        doors.append(AsksWhenItLooks(real))
-        return doors[-1]
-
-    host = world.host(door=door)
-    world.agree(host)
-    told: list[bool] = []
-    doors[0].ask = lambda: host.node.group.enter_soon(b"late", 5, told.append)
-    doors[0].key = host.node.group.key
-    world.etcd.expire(host.node.session.lease_id)
-    world.until(lambda: told, "it is told")
-    assert told == [False]
 
 
 @simulated

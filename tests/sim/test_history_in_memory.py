@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 from members import Door
-from test_held_asks import PAIR, ask, in_background, replica_of
+from test_asks_in_memory import PAIR, ask, in_background, replica_of
 from test_participants_in_memory import LEASE_TTL, end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
 from virtual import DELIVERED, Call, Fate, MemoryClient, MemoryEtcd
@@ -46,7 +46,7 @@ from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import Explanation
 from ftcoord.primitives.group.beside import MOST_OPERATIONS
-from ftcoord.primitives.group.decided_record import DecidedRecord, OwnWrite
+from ftcoord.primitives.group.decided_record import DecidedRecord
 from ftcoord.primitives.group.event_log import OFF, EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 from ftcoord.rendezvous.policy import LEASE_GRACE
@@ -852,7 +852,7 @@ def decided_by(client: MemoryClient, log: EventLog, decision: Publish[bytes]) ->
     record.mirror.begin(10)
     record.mirror.adopt(client.range(Get(Span("/g/decided"))))
     record.tell()
-    assert record.publish(decision, OwnWrite(()))
+    assert record.publish(decision, ())
     record.close()
     return sent
 
@@ -874,7 +874,7 @@ def test_a_record_is_not_replaced_that_only_has_the_known_ones_revision() -> Non
         assert now is not None
         assert record.known is not None
         assert now.mod_revision == record.known.mod_revision
-        assert not record.publish(Publish(b"mine", "the decider knows the lost one"), OwnWrite(()))
+        assert not record.publish(Publish(b"mine", "the decider knows the lost one"), ())
         assert client.range(Get(Span("/g/decided"))).one == now
         record.close()
 

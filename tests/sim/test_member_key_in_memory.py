@@ -15,7 +15,7 @@ from ftcoord.core.layout import tail_key
 from ftcoord.errors import LeaseLost, OutcomeUnknown
 from ftcoord.etcd.api import KeyValue, Put, Span
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.primitives.group.member_key import HeldAsk, MemberKey, MemberLost
+from ftcoord.primitives.group.member_key import MemberKey, MemberLost
 from ftcoord.primitives.session import Session
 
 TIMEOUT = 3.0
@@ -36,16 +36,11 @@ class Asking:
     def ask(self, value: bytes) -> None:
         self.key.put(value, TimeLimit(TIMEOUT), ())
 
-    def ask_in_vain(self, value: bytes, fate: Fate = LOST_ANSWER, how: str = "ask") -> None:
-        """Nobody tells it whether that was written."""
+    def ask_in_vain(self, value: bytes, fate: Fate = LOST_ANSWER) -> None:
+        """It does not learn whether that was written."""
         self._fate = fate
-        if how == "soon":
-            told: list[bool] = []
-            self.key.put_soon(value, TIMEOUT, told.append)
-            self._world.until(lambda: told == [False], "it is told that it may have failed")
-        else:
-            with pytest.raises(OutcomeUnknown):
-                self.ask(value) if how == "ask" else self._ask_with_a_decision(value)
+        with pytest.raises(OutcomeUnknown):
+            self.ask(value)
         self._fate = DELIVERED
 
     def overtaken_by(self, somebody: Callable[[], object]) -> None:
@@ -66,11 +61,6 @@ class Asking:
 
     def leave(self) -> None:
         self._session.close()
-
-    def _ask_with_a_decision(self, value: bytes) -> None:
-        assert self.key.kv is not None
-        held = HeldAsk(value, TIMEOUT, lambda _: None, concurrency.now(), self.key.kv.mod_revision)
-        self.key.put_with(held, lambda mine, put, _: self._client.txn([mine], [put]).succeeded)
 
     def _of(self, call: Call) -> Fate:
         puts = call.asked.success if isinstance(call.asked, Transaction) else ()
@@ -271,19 +261,14 @@ def test_a_backup_of_what_a_member_asks_now_is_not_written_again(world: World) -
     member.leave()
 
 
-@pytest.mark.parametrize("how", ["ask", "soon", "with a decision"])
-def test_an_ask_whose_answer_was_lost_is_not_taken_back(how: str) -> None:
+@simulated
+def test_an_ask_whose_answer_was_lost_is_not_taken_back(world: World) -> None:
     """Whoever looks at the key finds the later ask there, and leaves it."""
-
-    @simulated
-    def scenario(world: World) -> None:
-        member = joined(world)
-        member.ask_in_vain(b"second", how=how)
-        member.key.restore()
-        holds(member, b"second", 2)
-        member.leave()
-
-    scenario()
+    member = joined(world)
+    member.ask_in_vain(b"second")
+    member.key.restore()
+    holds(member, b"second", 2)
+    member.leave()
 
 
 @simulated

@@ -86,20 +86,16 @@ def check_answered(caller: Caller, look: Look[RollRecord, Called]) -> None:
 # -- answers and leases that are lost ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batches", [False, True], ids=["each alone", "batched"])
-def test_answers_that_are_lost_while_it_asks(batches: bool) -> None:
-    @simulated
-    def play(world: World) -> None:
-        def client(number: int) -> MemoryClient:
-            chances = {"refused": 0.05, "lost_requests": 0.1, "lost_answers": 0.15, "late": 0.05, "delay": 0.02}
-            return world.etcd.client(flaky(10 * world.seed + number, **chances))
+@simulated
+def test_answers_that_are_lost_while_it_asks(world: World) -> None:
+    def client(number: int) -> MemoryClient:
+        chances = {"refused": 0.05, "lost_requests": 0.1, "lost_answers": 0.15, "late": 0.05, "delay": 0.02}
+        return world.etcd.client(flaky(10 * world.seed + number, **chances))
 
-        group = [caller(world, f"p{number}", client(number), batches=batches) for number in range(3)]
-        for one in group * 3:
-            check_answered(one, one.participant.ask(Called("here"), pace()))
-        world.check_one_history()
-
-    play()
+    group = [caller(world, f"p{number}", client(number)) for number in range(3)]
+    for one in group * 3:
+        check_answered(one, one.participant.ask(Called("here"), pace()))
+    world.check_one_history()
 
 
 def loses_its_lease(world: World, renews: bool) -> None:
@@ -241,33 +237,28 @@ def test_a_member_without_a_thread_is_none(world: World) -> None:
 # -- several calls ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batches", [False, True], ids=["each alone", "batched"])
-def test_of_two_calls_one_gives_up(batches: bool) -> None:
+@simulated
+def test_of_two_calls_one_gives_up(world: World) -> None:
     """The other one's request stays, until the last one gives up."""
+    one = caller(world, "one", enough=2)
 
-    @simulated
-    def play(world: World) -> None:
-        one = caller(world, "one", enough=2, batches=batches)
+    def gives_up() -> None:
+        with contextlib.suppress(TimeoutError):
+            one.participant.ask(Called("briefly"), pace(random.uniform(0, 0.1)))
+        one.participant.withdraw(Called("nothing"))
 
-        def gives_up() -> None:
-            with contextlib.suppress(TimeoutError):
-                one.participant.ask(Called("briefly"), pace(random.uniform(0, 0.1)))
-            one.participant.withdraw(Called("nothing"))
-
-        threads = [concurrency.thread(gives_up, "gives up") for _ in range(2)]
-        patient = Asking(one, begin_in=random.uniform(0, 0.1))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        world.sleep(1)
-        assert [text.partition(b"/")[0] for text in members(world).values()] != [b"nothing"]
-        two = Asking(caller(world, "two", enough=2))
-        assert patient.end().look is not None, patient.error
-        check_answered(one, patient.look)  # type: ignore[arg-type]
-        assert two.end().error is None
-
-    play()
+    threads = [concurrency.thread(gives_up, "gives up") for _ in range(2)]
+    patient = Asking(one, begin_in=random.uniform(0, 0.1))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    world.sleep(1)
+    assert [text.partition(b"/")[0] for text in members(world).values()] != [b"nothing"]
+    two = Asking(caller(world, "two", enough=2))
+    assert patient.end().look is not None, patient.error
+    check_answered(one, patient.look)  # type: ignore[arg-type]
+    assert two.end().error is None
 
 
 def test_a_lease_is_renewed_for_as_long_as_any_call_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,17 +453,17 @@ def test_no_lease_is_left_of_a_member_that_was_made_while_its_participant_was_st
     assert not world.etcd.leases
 
 
-# -- writes that are batched, and deciders that are stuck -------------------------------------------------------------
+# -- writes that fail, and deciders that are stuck ---------------------------------------------------------------------
 
 
 @simulated
-def test_a_batched_write_that_fails_is_made_again(world: World) -> None:
+def test_a_write_that_fails_is_made_again(world: World) -> None:
     fates: list[Callable[[], Fate]] = []
 
     def fate(call: Call) -> Fate:
         return fates.pop()() if call.writes and call.method == "txn" and fates else Fate()
 
-    one = caller(world, "one", world.etcd.client(fate), batches=True)
+    one = caller(world, "one", world.etcd.client(fate))
     check_answered(one, one.participant.ask(Called("joins"), pace()))
     for _ in range(3):
         kind = random.choice((LOST_REQUEST, LOST_ANSWER, Fate(arrives=3.0, breaks=0)))
@@ -485,12 +476,11 @@ def test_a_batched_write_that_fails_is_made_again(world: World) -> None:
 
 @simulated
 def test_whoever_takes_over_from_a_decider_that_is_stuck(world: World) -> None:
-    batches = bool(world.seed % 2)
     with world.scheduler.process("stuck"):  # all its threads are of that process then
-        stuck = Caller(world.etcd.client(), PREFIX, 600, batches=batches)
+        stuck = Caller(world.etcd.client(), PREFIX, 600)
         stuck.participant.ask(Called("here"), pace())
     with world.scheduler.process("other"):
-        other = Caller(world.etcd.client(), PREFIX, 600, batches=batches)
+        other = Caller(world.etcd.client(), PREFIX, 600)
     world.scheduler.pause("stuck")
     asking = Asking(other, timeout=300)
     world.sleep(20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 
-from test_held_asks import ask, in_background
+from test_asks_in_memory import ask, in_background
 from test_participants_in_memory import JOB, Trainer, check_quorums, end, train_together, trainers
 from worlds import World, simulated
 

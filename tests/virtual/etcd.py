@@ -31,7 +31,6 @@ from ftcoord.etcd.api import (
 from virtual.backend import Backend, NotServed, Snapshot
 from virtual.fate import DELIVERED, NEVER, Call, Fate, Method
 from virtual.keyspace import Transaction
-from virtual.submitting import Submitter
 from virtual.watching import MemoryWatches
 
 T = TypeVar("T")
@@ -167,7 +166,6 @@ class MemoryClient:
         self._connected = True  # guarded by _link, as the next
         self._closed = False
         self._watches = MemoryWatches(backend, lambda event: self.loses(event))
-        self._submitter = Submitter(self._txn)
         self.config: EtcdConfig | None = None
         """No other process can reach this etcd."""
 
@@ -185,16 +183,6 @@ class MemoryClient:
         timeout: float | None = None,
     ) -> TxnResult:
         return self._txn(Transaction(tuple(compares), tuple(success), tuple(failure)), timeout)
-
-    def submit(
-        self,
-        compares: Sequence[Compare],
-        success: Sequence[Op],
-        done: Callable[[TxnResult | EtcdError], None],
-        *,
-        timeout: float,
-    ) -> None:
-        self._submitter.submit(Transaction(tuple(compares), tuple(success)), done, timeout)
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
         return self._call("grant", ttl, lambda: self._backend.grant(ttl), timeout)
@@ -238,7 +226,6 @@ class MemoryClient:
             self._closed = True
             self._link.notify_all()
         self._watches.close()
-        self._submitter.close()
 
     # -- what a test does to it ---------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ class Call:
     """One call that a client is about to make.
 
     Args:
-        method: of `Etcd`; `submit` makes a "txn".
+        method: of `Etcd`.
         asked: the Get, the Transaction, or the lease that it is about.
         writes: whether it may change a key, so that a lost answer raises OutcomeUnknown.
     """

@@ -239,10 +239,6 @@ class Transport:
         """One unary call, answered or failed within `timeout` seconds (default: the configured one)."""
         return self._retry(lambda deadline: self._unary(method, request, deadline, write), timeout)
 
-    def write(self, request: Any, timeout: float) -> Any:
-        """A transaction that writes."""
-        return self.call(messages.TXN, request, timeout=timeout, write=True)
-
     def stream(self, method: messages.Method, requests: Iterator[Any], member: Member, token: str | None) -> Any:
         """Open a stream on `member`. Errors are raised as grpc.RpcError, for the caller to judge."""
         with self._judged(member):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from ftcoord import concurrency
@@ -19,28 +18,13 @@ from ftcoord.primitives.group.record_lease import RecordLease
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.write_once import WriteOutcome, write_attempt_timeout, write_once, write_timeout
 
-
-@dataclass(frozen=True, slots=True)
-class OwnWrite:
-    """What a decider writes about itself in the transaction of a decision.
-
-    Args:
-        guards: hold only while the decider is a member, and has seen what it must see.
-        puts: made in the same transaction.
-        wrote: called with the transaction's revision.
-    """
-
-    guards: tuple[Compare, ...]
-    puts: tuple[Put, ...] = ()
-    wrote: Callable[[int], None] = lambda revision: None
-
-
 Listener: TypeAlias = Callable[[KeyValue | None, KeyValue | None], None]
 
 
 class DecidedRecord:
-    """A mirror of `decided`, its listener's view of it, and the lease that the decider keeps for it. Guarded by the
-    group's turn.
+    """A mirror of `decided`, its listener's view of it, and the lease that the decider keeps for it.
+
+    Only for the group's thread, once that runs.
 
     A record with a roster has two keys, which change in one transaction. So one watch delivers both in one batch, and
     one read returns both at one revision: a reader never sees one without the other.
@@ -128,9 +112,9 @@ class DecidedRecord:
         """Keep the record's lease alive, as its decider. Raises EtcdError, and may then be repeated."""
         self.lease.keep(self.mirror.one)
 
-    def publish(self, decision: Publish[bytes], own: OwnWrite) -> bool:
-        """Replace the known record, if nobody else did, together with the decider's own write; returns whether that was
-        done. The events for the history are written with it, unless etcd does not take them.
+    def publish(self, decision: Publish[bytes], guards: Sequence[Compare]) -> bool:
+        """Replace the known record, if nobody else did and the guards hold; returns whether that was done. The events
+        for the history are written with it, unless etcd does not take them.
 
         Raises EtcdError; it is then unknown whether it worked, and it may be repeated.
         """
@@ -139,14 +123,14 @@ class DecidedRecord:
         puts = [Put(key, value, lease) for key, value in decision.puts]
         puts += self._roster_put_back(puts, lease) + self._era_put(lease)
         record = Put(self.mirror.span.start, decision.record, lease)
-        guards = [*own.guards, *self._roster_guards(), *self._era_guards()]
+        guards = [*guards, *self._roster_guards(), *self._era_guards()]
         guards += [none_newer(*one) for one in decision.no_newer]
         if current is not None:  # a restored etcd gives its revision again, to a record that is not known here
             guards.append(Compare(record.key, "value", "=", current.value))
-        also: list[Op] = [*own.puts, *puts, *(Delete(span) for span in decision.deletes)]
+        also: list[Op] = [*puts, *(Delete(span) for span in decision.deletes)]
         beside = [Put(key, value, lease) for key, value in decision.beside]
         history = self._history.writes(decision.events, self.mirror.revision) if self._history else []
-        sized = [record, *own.puts, *puts, *(op for op in history if isinstance(op, Put))]
+        sized = [record, *puts, *(op for op in history if isinstance(op, Put))]
         operations = 1 + len(also) + len(history) + 1  # the record, and the read of it
         if beside and not fits(operations + len(beside), [*sized, *beside]):
             refused = self._write_before(
@@ -165,8 +149,6 @@ class DecidedRecord:
             return write_once(self._etcd, record, expected, guards=guards, also=[*also, *beside, *more])
 
         outcome = self._history.send(history, decision.events, write) if self._history else write(())
-        if outcome.done and outcome.kv is not None:
-            own.wrote(outcome.kv.mod_revision)  # before anybody is told, and asks for the next decision
         self._learn(outcome, puts)
         return outcome.done
 

@@ -7,11 +7,10 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.core.verdict import Publish, Verdict, Wait
-from ftcoord.errors import EtcdError
 from ftcoord.escaping import neutral
 from ftcoord.etcd.api import KeyValue, exists, unchanged
-from ftcoord.primitives.group.decided_record import DecidedRecord, OwnWrite
-from ftcoord.primitives.group.member_key import HeldAsk, MemberKey
+from ftcoord.primitives.group.decided_record import DecidedRecord
+from ftcoord.primitives.group.member_key import MemberKey
 from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.policy import Policy, View
 from ftcoord.primitives.group.succession import Succession
@@ -46,12 +45,12 @@ class _LastVerdict:
 
 
 class Decider:
-    """Decides for the group, whenever this member is to. The group's thread calls it, under the group's turn.
+    """Decides for the group, whenever this member is to. Only for the group's thread.
 
     Args:
         prefix: the group's, for the log.
         policy: says what to decide.
-        member_key: this member's key; what it asks may be held back for the decision.
+        member_key: this member's key.
         record: where decisions are published.
         succession: is told of each decision, and when there is none to make.
         members: what the policy sees of them.
@@ -117,20 +116,14 @@ class Decider:
         """All that a verdict rests on, but for the time."""
         record = self._record
         state = record.known, record.known_at, record.vanished, record.known_roster
-        return (self._members.changes, self._members.read_at, self._member_key.held, *state)
+        return (self._members.changes, self._members.read_at, *state)
 
     def _view(self, in_order: tuple[KeyValue, ...]) -> View:
-        record, members, held = self._record, self._members, self._member_key.held
-        seen = members.seen()
-        if held is not None:  # as if it were there already: it will be, when this is decided
-            revision = members.revision + 1
-            mine = self._member_key.key
-            in_order = tuple(kv if kv.key != mine else _asking(kv, held, revision) for kv in in_order)
-            seen[mine] = held.since
+        record, members = self._record, self._members
         state = record.known, record.known_at, record.vanished
         return View(
             in_order,
-            seen,
+            members.seen(),
             members.changed_at,
             *state,
             members.read_at,
@@ -147,31 +140,8 @@ class Decider:
         Who lost its membership decides nothing. And after others have decided, the record may be as it was: somebody
         deletes it, or restores etcd from a backup. A decision that was sent before must not count then.
         """
-        held, self._member_key.held = self._member_key.held, None
-        if held is None:
-            done = self._record.publish(decision, OwnWrite((unchanged(mine.key, mine.mod_revision),)))
-        else:
-            done = self._publish_with(decision, held)
+        done = self._record.publish(decision, (unchanged(mine.key, mine.mod_revision),))
         self.say(f"{'decided' if done else 'somebody else decided before'}: {_with_rule(decision)}")
-        return done
-
-    def _publish_with(self, decision: Publish[bytes], held: HeldAsk) -> bool:
-        """In one transaction: what this member asks, and the decision that answers it. Only if no other member wrote
-        what is not seen here yet: whoever asked before this member did must be in the quorum."""
-        others = self._members.guards(but=self._member_key.key)
-        try:
-            done = self._member_key.put_with(
-                held, lambda mine, put, wrote: self._record.publish(decision, OwnWrite((mine, *others), (put,), wrote))
-            )
-        except EtcdError:
-            held.done(False)
-            raise
-        if done:
-            if self._member_key.kv is not None:
-                self._members.expect(self._member_key.kv)
-            held.done(True)
-        else:
-            self._member_key.put_soon(held.value, held.timeout, held.done, held.over)
         return done
 
     def fails(self, problem: str, level: int = logging.DEBUG) -> None:
@@ -190,10 +160,6 @@ def rest(members: int) -> float:
     """Seconds for which a decider takes in what happens before it decides again. By the number of members, not by how
     long it took to decide: others use the processor."""
     return REST * members * max(1.0, members / RESTS_MORE_AT)
-
-
-def _asking(mine: KeyValue, held: HeldAsk, revision: int) -> KeyValue:
-    return mine._replace(value=held.value, mod_revision=revision, version=mine.version + 1)
 
 
 def _with_rule(verdict: Verdict[bytes]) -> str:

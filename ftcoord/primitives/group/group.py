@@ -19,21 +19,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import members_span
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, exists
+from ftcoord.etcd.api import Began, Etcd, Get, KeyValue, exists
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.checkup import Checkup
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
 from ftcoord.primitives.group.decider import Decider
 from ftcoord.primitives.group.event_log import EventLog
-from ftcoord.primitives.group.inbox import Inbox
-from ftcoord.primitives.group.member_key import HeldAsk, MemberKey, MemberLost
+from ftcoord.primitives.group.member_key import MemberKey, MemberLost
 from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.policy import Policy
 from ftcoord.primitives.group.succession import Judged, Succession
@@ -44,6 +42,8 @@ from ftcoord.primitives.write_once import WriteOutcome
 
 log = logging.getLogger(__name__)
 
+Task: TypeAlias = Callable[[], None]
+"""Something that a watch delivered, or that another thread wants done."""
 CHANGES_PER_STEP: Final = 1000
 """Changes that one step takes in at most: many heartbeats may come faster than they can be applied."""
 
@@ -57,9 +57,9 @@ class Group:
         prefix: the group's keys are `<prefix>/members/...` and `<prefix>/decided`.
         policy: what to decide when this member is the decider.
         record_ttl: seconds that the decided record outlives the last decider.
-        listener: called with the decided record whenever it changed, on the client's thread or the group's; must not
-            block. Raises StateError when it cannot be read: then nothing is decided until somebody replaces or deletes
-            the key. A deletion is reported as None.
+        listener: called with the decided record whenever it changed, on the group's thread, and by `enter()` before
+            that runs; must not block. Raises StateError when it cannot be read: then nothing is decided until somebody
+            replaces or deletes the key. A deletion is reported as None.
         failed: called with the error, on the group's thread, when that thread ends by one. This member is deaf then, so
             its session must end.
         has_roster: whether the decided record has a second key, see `Use.has_roster`. The listener gets that too.
@@ -82,9 +82,8 @@ class Group:
         members = members_span(prefix)
         self._failed = failed  # never changes
         self._member_key = MemberKey(etcd, prefix, session)  # has a lock of its own
-        self._inbox = Inbox()
-        self._turn = concurrency.lock("Group._turn")
-        """Held by the thread while it works, and by the client's thread for what it may apply itself. It guards:"""
+        self._inbox: concurrency.Queue[Task] = concurrency.inbox()
+        # Only the thread, once it runs; before, the thread that enters:
         history = EventLog(etcd, prefix, history_ttl, self._member_key.id) if history_ttl else None
         self._record = DecidedRecord(
             etcd, prefix, record_ttl, self._post, listener, has_roster=has_roster, history=history
@@ -168,16 +167,6 @@ class Group:
                 if self._thread.ident is None:  # may this process start no more? Without a thread this is no member
                     self._member_key.kv = None
 
-    def enter_soon(self, value: bytes, timeout: float, done: Callable[[bool], None]) -> None:
-        """As `enter()` for one that has joined: `done` gets whether it worked, see `MemberKey.put_soon`. A decider's
-        value is held back for a moment: when a decision is due it goes with that, in one transaction."""
-        if self._members.mirror is None or self._closing:  # read without the turn: either way it is written
-            self._member_key.put_soon(value, timeout, done)
-            return
-        mine = self._member_key.kv
-        held = HeldAsk(value, timeout, done, concurrency.now(), mine.mod_revision if mine else 0)
-        self._inbox.put_ask(held)
-
     def check(self) -> None:
         """Have this member's key put back if it is gone, though its lease is not."""
         self._inbox.put(self._doubt_key)
@@ -197,38 +186,7 @@ class Group:
     # -- what comes in ------------------------------------------------------------------------------------------
 
     def _post(self, mirror: Mirror, posted: Posted) -> None:
-        if not self._apply_here(mirror, posted):
-            self._inbox.put_posted(mirror, posted)
-
-    def _apply_here(self, mirror: Mirror, posted: Posted) -> bool:
-        """Most members only need to be told the decision, and a decider need not be told its own: so this applies both
-        on the watch's thread and lets the group's thread sleep. It never waits for the turn: the watch's thread serves
-        others too.
-
-        It does not overtake what the thread has still to apply: the mirror would take that for a change that it missed.
-        An error that nobody foresaw ends the group's thread too.
-        """
-        if not isinstance(posted.item, Batch) or not self._turn.acquire(blocking=False):
-            return False
-        try:
-            if self._thread.ident is None or self._inbox.has_changes:
-                return False
-            if not (self._is_all_it_hears(mirror) or mirror.has(posted)):
-                return False
-            try:
-                self._apply(mirror, posted)
-            except Exception as error:  # the mirror has the change, so nobody would look at it again
-                self._inbox.put(partial(_fail, error))
-                raise
-            if not mirror.synced:  # a change was missed, and only the thread reads
-                self._inbox.put(_wake)
-            return True
-        finally:
-            self._turn.release()
-
-    def _is_all_it_hears(self, mirror: Mirror) -> bool:
-        """Whether these are the decisions, of a member that does not decide."""
-        return mirror is self._record.mirror and self._members.mirror is None
+        self._inbox.put(lambda: self._apply(mirror, posted))
 
     def _begin(self, outcome: WriteOutcome) -> None:
         tail, decided = outcome.reads
@@ -246,10 +204,6 @@ class Group:
     def _doubt_key(self) -> None:
         self._member_key.doubted = True
 
-    def _hold(self, held: HeldAsk) -> None:
-        self._member_key.release_held()  # one that was asked before: the two must not change places
-        self._member_key.held = held
-
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -264,9 +218,6 @@ class Group:
                 if failure is not ended:
                     log.exception("member %s leaves %s: its thread failed", self.id, self._record.mirror.span.start)
                 self._failed(failure)
-            if self._member_key.held is not None:
-                self._member_key.held.done(False)
-            self._inbox.end()
             self._record.close()
             self._succession.close()
             self._members.close()
@@ -276,8 +227,7 @@ class Group:
         while not self._closing:
             try:
                 self._take(until)
-                with self._turn:
-                    until = self._step()
+                until = self._step()
             except (ClientClosed, MemberLost):
                 raise
             except LeaseLost as error:
@@ -297,15 +247,8 @@ class Group:
         try:
             timeout = None if until is None else max(until - concurrency.now(), 0)
             for _ in range(CHANGES_PER_STEP):
-                task = self._inbox.get(timeout)
-                with self._turn:
-                    if isinstance(task, HeldAsk):
-                        self._hold(task)
-                    elif callable(task):
-                        task()
-                    else:
-                        self._inbox.is_applied(task[1])
-                        self._apply(*task)
+                task = self._inbox.get(timeout=timeout)
+                task()
                 timeout = max(self._decider.calm_until - concurrency.now(), 0)
         except concurrency.Empty:
             pass
@@ -327,15 +270,10 @@ class Group:
 
     def _step(self) -> float | None:
         """Bring what is nearer to what should be; when to look again, None: when something comes in."""
-        held = self._member_key.held
-        if held is not None and held.until <= concurrency.now():
-            self._member_key.release_held()
         if self._checkup.due <= concurrency.now():
             self._look_for_missed()  # first: a record that cannot be read may be one of which a change was missed
         until = self._go_on()
-        held = self._member_key.held
-        times = (until, held.until if held is not None else None)
-        return min([self._checkup.due, *(at for at in times if at is not None)])
+        return self._checkup.due if until is None else min(self._checkup.due, until)
 
     def _look_for_missed(self) -> None:
         """Have all be read again of which a watch has missed a change. Raises EtcdError: then the next step asks."""
@@ -369,16 +307,9 @@ class Group:
                 if self._succession.before is not None:
                     self._members.note_departed(self._succession.before)
             self._members.open()
-        else:
-            self._member_key.release_held()
-            if self._members.mirror is not None:
-                self._members.close()
-                self._record.rest()
-
-
-def _fail(error: Exception) -> None:
-    """A task that ends the thread by what failed on the watch's."""
-    raise error
+        elif self._members.mirror is not None:
+            self._members.close()
+            self._record.rest()
 
 
 def _wake() -> None:

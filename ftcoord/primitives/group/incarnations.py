@@ -39,8 +39,6 @@ class ParticipantOptions:
         renews: whether a member whose lease is lost joins again by itself and asks the same. If not, its asks end with
             LOST.
         keeps_lease: whether the lease is renewed also while nobody asks. If not, each call shows that the member lives.
-        batches: whether a member that has joined writes together with others, and does not wait for that. For groups
-            whose members rewrite their keys often.
         dies_with_process: whether the sentinel gives the lease up, and says why, when this process dies. If not, the
             lease ends by time: for who takes part for others, that live on.
         history_ttl: how long the history of decisions outlives the last decider; 0 for none.
@@ -52,7 +50,6 @@ class ParticipantOptions:
     request_timeout: float
     renews: bool = True
     keeps_lease: bool = True
-    batches: bool = False
     dies_with_process: bool = True
     history_ttl: int = 0
     name: str = ""

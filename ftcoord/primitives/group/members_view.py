@@ -8,7 +8,7 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.core.layout import Span
-from ftcoord.etcd.api import Compare, Etcd, KeyValue, encode_key, is_member
+from ftcoord.etcd.api import Etcd, KeyValue, is_member
 from ftcoord.primitives.mirror import Mirror, Posted
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ DEPARTED: Final = 1000
 class MembersView:
     """A mirror of `members/` while this member decides, and when it first saw each member's present value.
 
-    These times are remembered while the mirror is closed, so that no timeout starts again. Guarded by the group's turn.
+    These times are remembered while the mirror is closed, so that no timeout starts again. Only for the group's thread.
     """
 
     def __init__(self, etcd: Etcd, span: Span, post: Callable[[Mirror, Posted], None]) -> None:
@@ -51,14 +51,6 @@ class MembersView:
     def revision(self) -> int:
         """The revision of etcd up to which it has seen everything."""
         return self.mirror.revision if self.mirror is not None else 0
-
-    def guards(self, but: str) -> tuple[Compare, Compare]:
-        """Guards that hold if no member wrote anything that is not seen here, except the key `but`."""
-        seen = self.revision + 1
-        return (
-            Compare(self._span.start, "mod", "<", seen, encode_key(but)),
-            Compare(f"{but}\0", "mod", "<", seen, self._span.end),
-        )
 
     def open(self) -> None:
         """Start to watch. Idempotent."""
@@ -114,13 +106,6 @@ class MembersView:
                 self._note_departure(change.was)
         if self.mirror.synced:
             self._note((change.key for change in changes), concurrency.now())
-
-    def expect(self, kv: KeyValue) -> None:
-        """Note what this member wrote itself, in the decision that answers it: the watch's event then changes
-        nothing."""
-        assert self.mirror is not None
-        self.mirror.expect(kv)
-        self._note((kv.key,), concurrency.now())
 
     def in_order(self) -> tuple[KeyValue, ...]:
         """The members' keys, oldest first."""

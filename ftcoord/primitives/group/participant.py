@@ -22,7 +22,6 @@ from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.pace import Look, Pace
 from ftcoord.primitives.group.succession import Judged
 from ftcoord.primitives.group.use import Use
-from ftcoord.primitives.write_once import write_attempt_timeout
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +68,6 @@ class Participant(Generic[R, A]):
         """What this member's key says, or will say as soon as etcd takes it."""
         self._changed = changed or concurrency.condition("Participant._changed")
         """Never held over a request. It guards what follows."""
-        self._unwritten = False
-        """Whether a write that nobody waited for has failed: whoever waits for its answer writes again."""
         self._incarnations = Incarnations(etcd, use, options, self._changed, lost)  # says which lock each call needs
 
     @property
@@ -109,12 +106,14 @@ class Participant(Generic[R, A]):
         """Write what this member asks, joining where that is needed; returns it, stamped.
 
         Raises EtcdError when etcd does not answer before the monotonic `deadline`, or the caller is `gone`;
-        TimeoutError when another call does not let go of the key in time; Left.
+        TimeoutError when another call does not let go of the key in time, or the caller was gone by then: nothing is
+        written; Left.
         """
         with self._turn(deadline):
+            if gone.is_set():
+                raise TimeoutError("the caller has gone")
             self._said = said = self._use.stamp(ask)
-            if not (self._options.batches and self._write_soon(said, deadline)):
-                self._insist(partial(self._write, self._within(deadline)), deadline, gone)
+            self._insist(partial(self._write, self._within(deadline)), deadline, gone)
             return said
 
     def ask(self, ask: A, pace: Pace[R, A]) -> Look[R, A]:
@@ -127,8 +126,8 @@ class Participant(Generic[R, A]):
             asked = self.say(ask, pace.deadline, pace.gone)
             check_at = self._next_check(pace)
             while True:
-                outlook, look, is_written = self._await(asked, pace, check_at)
-                if not is_written or (look.standing is Standing.LOST and self._options.renews):
+                outlook, look = self._await(asked, pace, check_at)
+                if look.standing is Standing.LOST and self._options.renews:
                     pace.tick(look)  # first: a lease that is lost again and again must not outlast the deadline
                     self._say_again(pace)
                 elif outlook.next is Next.RETURN:
@@ -155,8 +154,8 @@ class Participant(Generic[R, A]):
 
         A member that is not known to have joined is left instead: if its join was made and not answered, its key asks.
 
-        Takes `timeout` seconds, and as long as a write that is under way, but not beyond the monotonic time `until`.
-        Does not raise if etcd is away. Whether it is known to be written.
+        Takes `timeout` seconds, but not beyond the monotonic time `until`. Does not raise if etcd is away. Returns
+        whether it is known to be written.
         """
         member, within = self.member, TimeLimit(timeout, until)
         if member is None or member.lost or not self._writing.acquire(timeout=within.left()):
@@ -168,9 +167,7 @@ class Participant(Generic[R, A]):
                 self.leave(within.left())
                 return False
             self._said = self._use.stamp(ask)
-            # A write that is under way comes first: without this one behind it, it would ask for nobody.
-            longest = concurrency.now() + write_attempt_timeout(self._etcd) + timeout
-            member.enter(self._use.encode(self._said), TimeLimit(timeout, min(longest, until)))
+            member.enter(self._use.encode(self._said), within)
             return True
         except EtcdError as error:
             log.info("what member %s asked was not taken back: %s", member.id, error)
@@ -287,9 +284,8 @@ class Participant(Generic[R, A]):
         """Write what the outlook tells to. That the lease is lost shows in the next outlook."""
         with self._turn(deadline):
             self._said = said = self._use.stamp(ask)
-            if not (self._options.batches and self._write_soon(said, deadline)):
-                with contextlib.suppress(LeaseLost):
-                    retry(partial(self._write_as_it_is, self._within(deadline)), UNANSWERED, deadline, gone)
+            with contextlib.suppress(LeaseLost):
+                retry(partial(self._write_as_it_is, self._within(deadline)), UNANSWERED, deadline, gone)
         return said
 
     def _within(self, deadline: float) -> TimeLimit:
@@ -316,8 +312,6 @@ class Participant(Generic[R, A]):
     def _write(self, within: TimeLimit) -> None:
         assert self._said is not None
         self._incarnations.live(within).enter(self._use.encode(self._said), within)
-        with self._changed:
-            self._unwritten = False
 
     def _write_as_it_is(self, within: TimeLimit) -> None:
         """Through no other lease."""
@@ -327,33 +321,10 @@ class Participant(Generic[R, A]):
         assert self._said is not None
         member.enter(self._use.encode(self._said), within)
 
-    def _write_soon(self, said: A, deadline: float) -> bool:
-        """Write without waiting for the outcome, as a member that is there already may: whoever awaits the answer sees
-        to a failure."""
-        member = self.member
-        if member is None or member.lost or not member.entered:
-            return False
-        with self._changed:
-            self._unwritten = False
-        member.session.wake()
-        timeout = self._within(deadline).left()
-        member.group.enter_soon(self._use.encode(said), timeout, lambda done: self._note_written(member, done))
-        return True
-
-    def _note_written(self, member: Membership[R], done: bool) -> None:
-        if done:
-            return  # whoever waits, waits on
-        with self._changed:
-            if member is self.member:
-                self._unwritten = True
-            self._changed.notify_all()
-
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _next_check(self, pace: Pace[R, A]) -> float:
-        """When to look at the member's key. Members that `batches` write often, and take over when nothing happens."""
-        if self._options.batches:
-            return math.inf
+        """When to look at the member's key."""
         return concurrency.now() + max(KEY_CHECK_INTERVAL, pace.crowd / KEY_CHECKS_PER_SECOND)
 
     def _check(self) -> None:
@@ -362,24 +333,22 @@ class Participant(Generic[R, A]):
         if member is not None:
             member.group.check()
 
-    def _await(self, asked: A, pace: Pace[R, A], check_at: float) -> tuple[Outlook[A], Look[R, A], bool]:
-        """What there is to do: the outlook, what it is about, and whether what was asked is written."""
+    def _await(self, asked: A, pace: Pace[R, A], check_at: float) -> tuple[Outlook[A], Look[R, A]]:
+        """What there is to do: the outlook, and what it is about."""
         with self._changed:
             while True:
                 member = self._incarnations.that_hears()
                 outlook = self._outlook(member, asked)
                 look = Look(outlook.standing, member.record, asked)
-                if outlook.next is Next.WAIT and self._unwritten:
-                    return outlook, look, False
                 if outlook.next is Next.READ:  # where it stands is not known yet
-                    return outlook, look, True
+                    return outlook, look
                 if (standing := pace.see(look)) is not look.standing:
                     look = replace(look, standing=standing)
                 if outlook.next is not Next.WAIT:
-                    return outlook, look, True
+                    return outlook, look
                 left = min(pace.wake_at(look.standing), check_at) - concurrency.now()
                 if left <= 0:
-                    return outlook, look, True
+                    return outlook, look
                 self._changed.wait(min(left, concurrency.LONGEST_WAIT))
 
     def _read_part(self, record: R | None, pace: Pace[R, A]) -> None:

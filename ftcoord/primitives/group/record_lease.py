@@ -10,7 +10,7 @@ from ftcoord.primitives.renewal import KeptLease
 class RecordLease:
     """Kept alive by the decider, so that the record lives `ttl` seconds longer than its group.
 
-    Guarded by the group's turn. Raises EtcdError, and may then be called again.
+    Only for the group's thread. Raises EtcdError, and may then be called again.
     """
 
     def __init__(self, etcd: Etcd, ttl: int) -> None:

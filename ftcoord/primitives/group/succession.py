@@ -30,7 +30,8 @@ lives, by default."""
 
 
 class Succession:
-    """Watches the member ahead of this one; without one, this member is the decider. Guarded by the group's turn.
+    """Watches the member ahead of this one; without one, this member is the decider. Only for the group's
+    thread, once that runs.
 
     A member that is not the decider may take over: it also decides, until there is nothing to decide. If it made a
     decision, it continues for `FOLLOW_UP` seconds after its last one, or until another member decides.

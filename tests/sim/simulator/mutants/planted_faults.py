@@ -44,7 +44,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a member that lost its membership still decides", "ftcoord.primitives.group.decider",
-        "OwnWrite((unchanged(mine.key, mine.mod_revision),))", "OwnWrite(())", ALL,
+        "(unchanged(mine.key, mine.mod_revision),)", "()", ALL,
     ),
     Mutant(
         "a decision counts though it comes late", "ftcoord.primitives.group.decider",
