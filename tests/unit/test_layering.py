@@ -94,7 +94,7 @@ FLOORS = (
     "rendezvous.backend rendezvous.init_method rendezvous.legacy",
     "rendezvous",
     (
-        "coordination.address coordination.checks coordination.history coordination.peers coordination.policy "
+        "coordination.address coordination.checks coordination.peers coordination.policy "
         "coordination.crowd coordination.ranks coordination.splice coordination.tcp "
         "coordination.tokens coordination.types"
     ),
