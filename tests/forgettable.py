@@ -25,9 +25,7 @@ from helpers import ask_etcd
 import ftcoord
 import ftcoord.coordination
 import ftcoord.timer
-from ftcoord.coordination.address import parse_address
 from ftcoord.core.heartbeats import HeartbeatEvent
-from ftcoord.core.layout import config_key
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.protobuf import declare
@@ -149,17 +147,11 @@ def lighthouse_client(endpoint: str, run: str) -> object:
 
 
 def observer(endpoint: str, run: str) -> object:
-    told, key = threading.Event(), config_key(parse_address(address(endpoint, run)).prefix, "name")
-    with ftcoord.EtcdClient(endpoint) as client:
-        lease = client.grant(TTL).id
-        try:
-            client.put(key, b"value", lease)
-            observer = ftcoord.coordination.Observer(
-                address(endpoint, run), LONG, on_config=lambda name, value: told.set()
-            )
-            assert told.wait(60)
-        finally:
-            client.revoke(lease)
+    told = threading.Event()
+    with contextlib.closing(ftcoord.coordination.LighthouseClient(address(endpoint, run), LONG)) as client:
+        client.quorum("one", LONG)
+        observer = ftcoord.coordination.Observer(address(endpoint, run), LONG, on_quorum=lambda quorum: told.set())
+        assert told.wait(60)
     return observer
 
 

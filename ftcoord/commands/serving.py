@@ -19,7 +19,7 @@ from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.commands.paging import HOST_NAMES_FLAG, about_page, host_names_of, page_serving, token_of, warn_of
 from ftcoord.config import Endpoint, listen_address, text, whole
 from ftcoord.core.layout import KEY_PREFIX
-from ftcoord.errors import ConfigError, EtcdError
+from ftcoord.errors import EtcdError
 from ftcoord.logs import show_if_asked, show_log_lines
 from ftcoord.metrics.exporter import (
     LOOPBACK,
@@ -99,7 +99,7 @@ _GATEWAY_FLAGS: Final = (
     Flag(
         "--page-port",
         "FTCOORD_GATEWAY_PAGE_PORT",
-        "the port for the job's dashboard and torchft's paths; 0 for a free one",
+        "the port for the job's dashboard; 0 for a free one",
         port_number,
         None,
         "PORT",
@@ -108,7 +108,6 @@ _GATEWAY_FLAGS: Final = (
         "--page-host", "FTCOORD_GATEWAY_PAGE_HOST", "the address for that dashboard", listening_host, LOOPBACK, "HOST"
     ),
     HOST_NAMES_FLAG,
-    Flag("--allow-kill", "FTCOORD_GATEWAY_ALLOW_KILL", "let torchft's kill path work without a token", whole(0, 1), 0),
 )
 
 
@@ -212,7 +211,7 @@ def _gateway(options: argparse.Namespace) -> int:
         if exporting.url is not None:
             print(f"metrics are at {exporting.url}", flush=True)
         if served is not None:
-            print(f"the page is at {served.address}, and torchft's /status", flush=True)
+            print(f"the page is at {served.address}", flush=True)
         try:
             gateway.check(timeout=5)
         except EtcdError as error:
@@ -232,10 +231,7 @@ def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextMa
 
     Raises ConfigError, and FtcoordError without the extra that it needs, before any socket is opened.
     """
-    allow_kill = bool(options.allow_kill)
     if options.page_port is None:
-        if allow_kill:
-            raise ConfigError("--allow-kill", "1", "give --page-port too: it is that page which takes torchft's kill")
         return nullcontext
     from ftcoord.coordination.address import parse_address
     from ftcoord.operator.status import Rules
@@ -244,10 +240,8 @@ def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextMa
     config, rules = job.config(), Rules(quorum=job.options)
     listen = listen_address("--page-host", Endpoint(options.page_host, options.page_port).target)
     warn_of(listen[0], "can read the page: it has no login")
-    if allow_kill:
-        warn_of(listen[0], "can end each replica of the job")
     names, about = host_names_of(options), about_page(config, KEY_PREFIX)
-    page = serving.Page(config, KEY_PREFIX, rules, listen, about, names, who(), token, job.name, allow_kill)
+    page = serving.Page(config, KEY_PREFIX, rules, listen, about, names, who(), token, job.name)
     return lambda: serving.PageServer(page)
 
 

@@ -1,4 +1,4 @@
-"""Follows a job without taking part: its quorums, lost members, and shared configuration."""
+"""Follows a job without taking part: its quorums and lost members."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ from ftcoord import concurrency
 from ftcoord.coordination import checks
 from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.convert import quorum_reply
-from ftcoord.coordination.history import quorum_in, quorums
-from ftcoord.coordination.replica import RECORD_TTL
 from ftcoord.coordination.types import Quorum as QuorumReply
-from ftcoord.core.layout import (
-    config_key,
-    configs_span,
-    decided_span,
-    member_key,
-    members_span,
-)
+from ftcoord.core.layout import decided_key, decided_span, member_key, members_span, roster_key
+from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.etcd.api import KeyValue, Span
+from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.informer import Informer
@@ -51,8 +44,6 @@ class Observer:
         on_lost: called with the replica id and the cause when a member of the current quorum dies, leaves or misses its
             heartbeat timeout: long before its peers' collectives time out. Once per quorum and member. The cause is one
             line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)", or empty if none is known.
-        on_config: called with a name and its value (None if deleted) when a name of the shared configuration changes.
-            At the start it is called for every name, in no particular order.
 
     Callbacks run one at a time, on the observer's thread. Their exceptions are logged, and do not stop later callbacks.
     While etcd is unreachable nothing is reported; changes are reported when it is back. An observer that nobody refers
@@ -70,22 +61,19 @@ class Observer:
         *,
         on_quorum: Callable[[QuorumReply], object] | None = None,
         on_lost: Callable[[str, str], object] | None = None,
-        on_config: Callable[[str, bytes | None], object] | None = None,
     ) -> None:
         limit = checks.seconds("connect_timeout", connect_timeout)
         self._job, self._etcd = connect(checks.string("addr", addr), limit)
         prefix = self._job.prefix
-        self._on_quorum, self._on_lost, self._on_config = on_quorum, on_lost, on_config
-        self._prefix, self._configs = prefix, configs_span(prefix).start
+        self._on_quorum, self._on_lost, self._prefix = on_quorum, on_lost, prefix
         # Only the informer's thread:
         self._current: QuorumRecord | None = None
         self._reported_lost: set[str] = set()  # members of the current quorum
-        self._reported_config: dict[str, int] = {}  # the revision that was reported, by key
         # Set once by the informer's thread, read by any:
         self._failure: BaseException | None = None
         self._informer: Informer | None = None
-        if any((on_quorum, on_lost, on_config)):
-            spans = [decided_span(prefix), members_span(prefix), configs_span(prefix)]
+        if any((on_quorum, on_lost)):
+            spans = [decided_span(prefix), members_span(prefix)]
             # Weak references: the informer's thread must not keep this object alive.
             with contextlib.ExitStack() as undo:
                 undo.callback(self._etcd.close)  # where no thread can be started
@@ -103,48 +91,10 @@ class Observer:
 
     def quorum(self) -> QuorumReply | None:
         """The last quorum; None before the first. Costs one read. Raises RuntimeError when etcd does not answer."""
-        return next(self.history(1), None)
-
-    def history(self, limit: int = 100) -> Iterator[QuorumReply]:
-        """At most `limit` of the decided quorums, the last one first, as far back as etcd has not compacted them.
-
-        Costs one read for each. Iterating raises RuntimeError when etcd does not answer.
-        """
-        decided = quorums(self._etcd, self._prefix)
-        for _ in range(limit):
-            with self._answering():
-                quorum = next(decided, None)
-            if quorum is None:
-                return
-            yield quorum_reply(quorum)
-
-    def get_config(self, name: str) -> bytes | None:
-        """The value of a name in the job's shared configuration; None if it has none.
-
-        Raises RuntimeError when etcd does not answer.
-        """
-        key = config_key(self._prefix, checks.string("name", name))
         with self._answering():
-            found = self._etcd.get(key).one
-        return found.value if found else None
-
-    def set_config(self, name: str, value: bytes | None) -> None:
-        """Set a name in the job's shared configuration; None deletes it.
-
-        The value is kept as long as the job's last quorum; if it is set before the first quorum, for seven days. etcd
-        takes at most 1.5 MiB on default settings. Raises TypeError for other values, and RuntimeError when etcd refuses
-        or does not answer; the value may then have been set.
-        """
-        key = config_key(self._prefix, checks.string("name", name))
-        if value is not None and not isinstance(value, bytes):
-            raise TypeError(f"argument 'value': give bytes or None, not {type(value).__name__!r}")
-        with self._answering():
-            if value is None:
-                self._etcd.delete(Span(key))
-                return
-            decided = self._etcd.get(decided_span(self._prefix).start).one
-            lease = decided.lease if decided else self._etcd.grant(RECORD_TTL).id
-            self._etcd.put(key, value, lease)
+            found = self._etcd.range(Get(decided_span(self._prefix)))
+            decided = _quorum_in({kv.key: kv for kv in found.kvs}, self._prefix)
+            return quorum_reply(decided) if decided is not None else None
 
     def close(self) -> None:
         """Stop following the job. No callback begins after this returns. Idempotent.
@@ -168,16 +118,13 @@ class Observer:
     def _note_failure(self, error: BaseException) -> None:
         self._failure = error
 
-    def _report(self, quorum: Mirror, alive: Mirror, config: Mirror) -> None:
-        kv = quorum.one
-        if kv is not None:
-            decided = quorum_in(quorum.kvs, kv)
-            if decided != self._current:
-                self._current, self._reported_lost = decided, set()
-                if self._on_quorum is not None:
-                    _call(self._on_quorum, quorum_reply(decided))
+    def _report(self, quorum: Mirror, alive: Mirror) -> None:
+        decided = _quorum_in(quorum.kvs, self._prefix)
+        if decided is not None and decided != self._current:
+            self._current, self._reported_lost = decided, set()
+            if self._on_quorum is not None:
+                _call(self._on_quorum, quorum_reply(decided))
         self._report_lost(alive.kvs)
-        self._report_config(config.kvs)
 
     def _report_lost(self, alive: Mapping[str, KeyValue]) -> None:
         if self._on_lost is None or self._current is None:
@@ -192,15 +139,14 @@ class Observer:
                 self._reported_lost.add(seat.member)  # only now: where etcd does not answer, this is called again
                 _call(self._on_lost, seat.request.replica_id, cause)
 
-    def _report_config(self, config: Mapping[str, KeyValue]) -> None:
-        if self._on_config is None:
-            return
-        now = {kv.key: kv.mod_revision for kv in config.values()}
-        changed = [key for key in {**self._reported_config, **now} if self._reported_config.get(key) != now.get(key)]
-        self._reported_config = now
-        for key in changed:
-            kv = config.get(key)
-            _call(self._on_config, key.removeprefix(self._configs), kv.value if kv else None)
+
+def _quorum_in(kvs: Mapping[str, KeyValue], prefix: str) -> QuorumRecord | None:
+    """The decided quorum; None if there is none. Raises StateError."""
+    decided = kvs.get(decided_key(prefix))
+    if decided is None:
+        return None
+    roster = kvs.get(roster_key(decided.key))
+    return parse_quorum(decided.key, decided.value, roster.value if roster else None)
 
 
 def _call(callback: Callable[..., object], *arguments: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from itertools import islice
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
@@ -13,10 +12,11 @@ from ftcoord.closing import Closing
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.connection import connect
-from ftcoord.coordination.history import quorums
-from ftcoord.core.layout import member_of, members_span
+from ftcoord.core.layout import decided_key, decided_span, member_of, members_span, roster_key
 from ftcoord.core.losses import Loss, Losses
+from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import parse_replica
+from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Etcd, Get
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.primitives.deaths import causes_of
@@ -154,11 +154,23 @@ class _Vigil:
 
     def _seats(self) -> Mapping[str, str]:
         """The replica ids of the quorum's members, by member id; empty if etcd no longer has the quorum."""
-        for quorum in islice(quorums(self._etcd, self._job.prefix), LOOKED_BACK):
+        head, revision = decided_key(self._job.prefix), 0  # the newest
+        for _ in range(LOOKED_BACK):
+            try:
+                kvs = self._etcd.range(Get(decided_span(self._job.prefix), revision=revision)).kvs
+            except RequestRefused as error:
+                log.debug("etcd's history ends: %s", error)
+                break
+            found = {kv.key: kv for kv in kvs}
+            if head not in found:
+                break
+            roster = found.get(roster_key(head))
+            quorum = parse_quorum(head, found[head].value, roster.value if roster else None)
             if quorum.id == self._quorum_id:
                 return {seat.member: seat.request.replica_id for seat in quorum.seats}
             if quorum.id < self._quorum_id:
                 break
+            revision = found[head].mod_revision - 1
         log.warning("quorum %d is not in etcd's history: nobody is told of who is lost of it", self._quorum_id)
         return {}
 

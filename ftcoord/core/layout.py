@@ -276,16 +276,6 @@ def quorum_prefix(key_prefix: str, job: str) -> str:
     return f"{run_prefix(key_prefix, job)}/{_QUORUM}"
 
 
-def configs_span(prefix: str) -> Span:
-    """The shared configuration of a job."""
-    return Span(f"{prefix}/config/", is_prefix=True)
-
-
-def config_key(prefix: str, name: str) -> str:
-    """One name of a job's shared configuration. The name is written unchanged."""
-    return f"{configs_span(prefix).start}{name}"
-
-
 def kills_span(prefix: str) -> Span:
     """The kill orders to managers of a job."""
     return Span(f"{prefix}/kill/", is_prefix=True)

@@ -29,7 +29,6 @@ from ftcoord.dashboard.guarding import HEADERS, is_token
 from ftcoord.dashboard.pages import Wanted, members_on, page_of
 from ftcoord.dashboard.pasts import Past
 from ftcoord.dashboard.refusals import peer_of, reason_of, refusal, sender_of, status_of
-from ftcoord.dashboard.torchft_paths import TorchftPaths
 from ftcoord.errors import (
     ClientClosed,
     ConfigError,
@@ -65,7 +64,7 @@ def make_app(
     *,
     actor: PageActor | None = None,
     token: str = "",
-    torchft: TorchftPaths | None = None,
+    only: str = "",
 ) -> ASGIApp:
     """The dashboard's application.
 
@@ -77,9 +76,8 @@ def make_app(
             prometheus_client.
         host_names: host names accepted in the Host header, besides addresses and localhost; in lower case.
         actor, token: what carries out orders that have this token; None for a read-only dashboard.
-        torchft: the job of a gateway, which is the only one shown; None for all jobs.
+        only: the job of a gateway, which is the only one shown; empty for all jobs.
     """
-    only = torchft.job if torchft else ""
     streams = _Streams(board, leases, only)
     routes: list[BaseRoute] = [
         Route("/", _Index(only).index),
@@ -91,8 +89,6 @@ def make_app(
     ]
     if collect is not None:
         routes.append(Route("/metrics", _Metrics(collect).metrics))
-    if torchft is not None:
-        routes += torchft.routes()
     return _Guarded(Starlette(routes=routes), frozenset(host_names))
 
 

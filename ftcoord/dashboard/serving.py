@@ -19,13 +19,10 @@ from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
 from ftcoord.dashboard.connections import BoundedProtocol
-from ftcoord.dashboard.torchft_paths import TorchftPaths
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.metrics.exporter import Collect
-from ftcoord.operator.reading import read_job
-from ftcoord.operator.status import Rules, tell_job
-from ftcoord.operator.told import JobStatus
+from ftcoord.operator.status import Rules
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -46,8 +43,7 @@ class Page:
         host_names: host names accepted in the Host header, besides addresses and localhost; in lower case.
         who: as whom it acts.
         token: the token for orders; empty for a read-only dashboard.
-        gateway_job: the only job that it shows, with torchft's paths; empty for all jobs.
-        allow_kill: whether torchft's kill path works without the token.
+        gateway_job: the only job that it shows; empty for all jobs.
     """
 
     etcd: EtcdConfig
@@ -59,7 +55,6 @@ class Page:
     who: str
     token: str
     gateway_job: str = ""
-    allow_kill: bool = False
 
 
 def serve(page: Page, ready: Callable[[str], None]) -> None:
@@ -152,19 +147,10 @@ def _made(page: Page) -> Iterator[tuple[_Server, socket.socket, str]]:
 
 
 def _app(page: Page, client: EtcdClient, board: Board, leases: LeaseBook) -> ASGIApp:
-    actor = PageActor(client, page.key_prefix, page.who, page.etcd.request_timeout)
-    acting = actor if page.token else None
+    actor = PageActor(client, page.key_prefix, page.who, page.etcd.request_timeout) if page.token else None
     names = {*page.host_names, page.listen[0].lower()}
-    if not page.gateway_job:
-        collect = _runs(page.etcd, page.key_prefix)
-        return make_app(board, leases, page.about, collect, names, actor=acting, token=page.token)
-
-    def read() -> JobStatus:
-        return tell_job(read_job(client, page.key_prefix, page.gateway_job), page.rules)
-
-    killer, token = (actor, "") if page.allow_kill else (acting, page.token)
-    paths = TorchftPaths(page.gateway_job, read, leases, killer, token)
-    return make_app(board, leases, page.about, None, names, actor=acting, token=page.token, torchft=paths)
+    collect = None if page.gateway_job else _runs(page.etcd, page.key_prefix)
+    return make_app(board, leases, page.about, collect, names, actor=actor, token=page.token, only=page.gateway_job)
 
 
 def _runs(etcd: EtcdConfig, key_prefix: str) -> Collect:

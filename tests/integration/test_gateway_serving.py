@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import re
@@ -87,7 +88,7 @@ def gateway_with_a_page(job: str, *arguments: str, token: str = "") -> Iterator[
         try:
             assert process.stdout is not None
             found = [process.stdout.readline() for _ in range(3)]
-            page = re.fullmatch(r"the page is at (http://127\.0\.0\.1:\d+), and torchft's /status\n", found[2])
+            page = re.fullmatch(r"the page is at (http://127\.0\.0\.1:\d+)\n", found[2])
             assert page is not None, found
             yield found[1].strip().removeprefix("TORCHFT_LIGHTHOUSE="), page[1]
         finally:
@@ -95,9 +96,11 @@ def gateway_with_a_page(job: str, *arguments: str, token: str = "") -> Iterator[
             assert process.wait(DEADLINE) == 0
 
 
-def ask(address: str, method: str = "GET", token: str = "") -> tuple[int, str]:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(address, method=method, headers=headers)
+def kill(page: str, job: str, name: str, token: str = "") -> tuple[int, str]:
+    """What the page answers to an order."""
+    order = {"what": "kill", "job": parse_address(job).name, "name": name, "who": "ann"}
+    headers = {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(f"{page}/api/act", json.dumps(order).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
             return answer.status, answer.read().decode()
@@ -106,30 +109,19 @@ def ask(address: str, method: str = "GET", token: str = "") -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-@pytest.mark.parametrize("token", ["", TOKEN])
-def test_torchfts_paths_are_where_its_users_look_for_them(job: str, token: str) -> None:
-    allowed = [] if token else ["--allow-kill"]
-    with gateway_with_a_page(job, *allowed, token=token) as (lighthouse, page), Natives() as mortal:
-        assert "Current quorum_id: 0" in ask(f"{page}/status")[1]
+def test_a_gateways_page_kills_with_its_token(job: str) -> None:
+    with gateway_with_a_page(job, token=TOKEN) as (lighthouse, page), Natives() as mortal:
         mortal.manage(lighthouse, "b")
-        mortal.ask("b", step=7)
-
-        def told() -> str:
-            status = ask(f"{page}/status")[1]
-            return status if "Current quorum_id: 1" in status else ""
-
-        status = eventually(told, "the quorum is told")
-        assert all(text in status for text in ("<b>b</b>", "Step: 7", "store-of-b"))
-        assert ask(f"{page}/")[0] == 200  # it leads to the job's page
-        code, said = ask(f"{page}/replica/nobody/kill", "POST", token)
-        assert (code, "no live replica" in said) == (409, True)
-        if token:
-            assert ask(f"{page}/replica/b/kill", "POST")[0] == 401
-        code, said = ask(f"{page}/replica/b/kill", "POST", token)
-        assert (code, said.startswith("killed the manager of 'b'")) == (200, True)
+        mortal.ask("b")
+        with urllib.request.urlopen(f"{page}/", timeout=DEADLINE) as shown:  # it leads to the job's page
+            assert shown.status == 200
+        assert kill(page, job, "nobody", TOKEN)[0] == 409
+        assert kill(page, job, "b")[0] == 401
+        code, said = kill(page, job, "b", TOKEN)
+        assert (code, "killed the manager of 'b'" in said) == (200, True)
         assert ends_with_1(mortal)
 
 
-def test_a_page_kills_for_nobody_unless_it_was_told_to(job: str) -> None:
+def test_a_gateways_page_without_a_token_is_read_only(job: str) -> None:
     with gateway_with_a_page(job) as (_lighthouse, page):
-        assert ask(f"{page}/replica/b/kill", "POST")[0] == 403
+        assert kill(page, job, "b")[0] == 403

@@ -29,6 +29,7 @@ from ftcoord.coordination import (
     ManagerClient,
     ManagerServer,
     Observer,
+    Quorum,
     kills,
     policy,
     rank_group,
@@ -362,21 +363,6 @@ def test_who_lost_its_lease_knows_what_it_heard_though_etcd_forgot_all(job: Job)
 # -- observers --------------------------------------------------------------------------------------------------
 
 
-def test_a_callback_that_raises_is_logged_and_called_again(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[tuple[str, bytes | None]] = []
-
-    def tell(name: str, value: bytes | None) -> None:
-        seen.append((name, value))
-        raise RuntimeError("the user's")
-
-    observer = Observer(job.address, LONG, on_config=tell)
-    job.stack.callback(observer.close)
-    for value in (b"1", b"2"):
-        observer.set_config("lr", value)
-        eventually(lambda value=value: seen[-1:] == [("lr", value)], f"it is told of {value!r}")
-    eventually(lambda: caplog.text.count("the user's") >= 2, "it is logged")
-
-
 def observers() -> int:
     return sum(thread.name == "ftcoord-observer" for thread in threading.enumerate())
 
@@ -385,10 +371,10 @@ def observers() -> int:
 def test_an_observer_that_nobody_holds_ends(job: Job, in_a_cycle: bool) -> None:
     class Owner:
         def __init__(self) -> None:
-            self.observer = Observer(job.address, LONG, on_config=self.tell if in_a_cycle else print)
+            self.observer = Observer(job.address, LONG, on_quorum=self.tell if in_a_cycle else print)
 
-        def tell(self, name: str, value: bytes | None) -> None:
-            raise AssertionError(f"{name} was set by nobody")
+        def tell(self, quorum: Quorum) -> None:
+            raise AssertionError(f"{quorum} was decided by nobody")
 
     before = observers()
     owner = Owner()
@@ -460,7 +446,6 @@ def test_a_forked_child_is_refused_at_once(job: Job) -> None:
         lambda: rank.kill("", LONG),
         lambda: client.kill("a", "", LONG),
         observer.quorum,
-        lambda: observer.get_config("lr"),
     ]
     assert [in_fork(call) for call in calls] == ["ForkedProcessError"] * len(calls)
     assert [in_fork(server.shutdown), in_fork(observer.close)] == ["None"] * 2

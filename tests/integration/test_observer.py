@@ -19,10 +19,8 @@ from rdzv_nodes import spawn
 from replicas import replica_processes
 
 from ftcoord.coordination import LighthouseClient, Observer, Quorum, observer
-from ftcoord.coordination.address import parse_address
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable
-from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import causes_of
 
 LONG = timedelta(seconds=DEADLINE)
@@ -35,7 +33,6 @@ class Reports:
         self.quorums: list[tuple[int, list[str]]] = []
         self.lost: list[str] = []
         self.causes: list[str] = []
-        self.config: list[tuple[str, bytes | None]] = []
 
     def on_quorum(self, quorum: Quorum) -> None:
         self.quorums.append((quorum.quorum_id, members(quorum)))
@@ -44,11 +41,8 @@ class Reports:
         self.lost.append(replica_id)
         self.causes.append(cause)
 
-    def on_config(self, name: str, value: bytes | None) -> None:
-        self.config.append((name, value))
-
     def observe(self, address: str) -> Observer:
-        return Observer(address, LONG, on_quorum=self.on_quorum, on_lost=self.on_lost, on_config=self.on_config)
+        return Observer(address, LONG, on_quorum=self.on_quorum, on_lost=self.on_lost)
 
 
 class World:
@@ -107,7 +101,6 @@ def test_it_reports_the_last_quorum_and_every_later_one(world: World, etcd: Etcd
 
 def test_a_job_without_a_quorum_has_none(world: World) -> None:
     assert world.observer.quorum() is None
-    assert list(world.observer.history()) == []
 
 
 def test_a_member_that_leaves_is_reported_once_for_each_quorum(world: World) -> None:
@@ -162,45 +155,7 @@ def test_a_death_is_reported_with_its_cause_though_no_heartbeat_times_out(etcd: 
     assert reports.causes[0].endswith(f"(pid {process.pid}) was killed by signal 9 (SIGKILL)")
 
 
-def test_the_history_ends_where_etcd_compacted_it(world: World, client: EtcdClient) -> None:
-    ids = [world.quorum(names) for names in ("ab", "ab")]
-    world.clients[1].leave("b")
-    ids.append(world.quorum("a"))
-    known = [one.quorum_id for one in world.observer.history()]
-    assert known == sorted(known, reverse=True)
-    assert (known[0], known[-1]) == (ids[-1], 1)
-    assert [one.quorum_id for one in world.observer.history(1)] == ids[-1:]
-    (decided,) = client.get(f"{parse_address(world.address).prefix}/decided").kvs
-    client.compact(decided.mod_revision)
-    assert [one.quorum_id for one in world.observer.history()] == ids[-1:]
-
-
-def test_configuration_is_set_changed_and_deleted_for_all(world: World, etcd: EtcdServer) -> None:
-    world.observer.set_config("lr", b"0.1")
-    eventually(lambda: world.reports.config == [("lr", b"0.1")], "it is reported")
-    world.quorum("a")
-    other = Reports()
-    with closing(other.observe(world.address)) as second:
-        eventually(lambda: other.config == [("lr", b"0.1")], "a later observer is told of it")
-        assert second.get_config("lr") == b"0.1"
-        second.set_config("lr", b"0.2")
-        eventually(lambda: world.reports.config[-1] == ("lr", b"0.2"), "the change is reported to the first")
-        second.set_config("lr", None)
-        eventually(lambda: world.reports.config[-1] == ("lr", None), "the deletion is reported")
-        assert second.get_config("lr") is None
-    with pytest.raises(TypeError, match="value"):
-        world.observer.set_config("lr", "0.1")  # type: ignore[arg-type]
-
-
-def test_configuration_lives_as_long_as_the_last_quorum(world: World, client: EtcdClient) -> None:
-    world.quorum("a")
-    world.observer.set_config("lr", b"1")
-    prefix = parse_address(world.address).prefix
-    (decided,), (config,) = client.get(f"{prefix}/decided").kvs, client.get(f"{prefix}/config/lr").kvs
-    assert config.lease == decided.lease != 0
-
-
-@pytest.mark.parametrize("raising", ["on_quorum", "on_lost", "on_config"])
+@pytest.mark.parametrize("raising", ["on_quorum", "on_lost"])
 def test_a_callback_that_raises_is_logged_and_ends_nothing(
     world: World, raising: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,14 +169,12 @@ def test_a_callback_that_raises_is_logged_and_ends_nothing(
     callbacks: dict[str, Callable[..., None]] = {
         "on_quorum": reports.on_quorum,
         "on_lost": reports.on_lost,
-        "on_config": reports.on_config,
         raising: fail,
     }
     with closing(Observer(world.address, LONG, **callbacks)):
         for count in (1, 2):
             world.quorum("ab", step=count)
             world.clients[1].leave("b")
-            world.observer.set_config("lr", b"%d" % count)
             eventually(lambda count=count: world.reports.lost == ["b"] * count, "the lost member is reported")
             eventually(lambda count=count: len(calls) >= count, f"{raising} is called {count} times")
     eventually(lambda: caplog.text.count("the user's") >= 2, "each failure is logged")
@@ -291,19 +244,12 @@ def test_when_its_thread_has_failed_its_calls_say_so(
 
     watching = Reports().observe(world.address)
     assert watching.quorum() is None
-    monkeypatch.setattr(observer, "quorum_in", fail)
+    monkeypatch.setattr(observer, "_quorum_in", fail)
     world.quorum("a")
     eventually(lambda: "ftcoord-observer failed" in caplog.text, "the failure is logged")
     monkeypatch.undo()
-    calls: list[Callable[[], object]] = [
-        watching.quorum,
-        lambda: list(watching.history()),
-        lambda: watching.get_config("lr"),
-        lambda: watching.set_config("lr", b"1"),
-    ]
-    for call in calls:
-        with pytest.raises(RuntimeError, match=r"this observer has failed \(MemoryError: made by the test\)"):
-            call()
+    with pytest.raises(RuntimeError, match=r"this observer has failed \(MemoryError: made by the test\)"):
+        watching.quorum()
     watching.close()
 
 
@@ -345,4 +291,4 @@ def test_the_example_of_the_docs(world: World, capsys: pytest.CaptureFixture[str
     example = text.partition("## Observing a job")[2].partition("```python")[2].partition("```")[0]
     assert '"etcd://127.0.0.1:2379/job1"' in example
     exec(example.replace("etcd://127.0.0.1:2379/job1", world.address), {})
-    assert f"b'0.01' [{decided}]" in capsys.readouterr().out
+    assert f"{decided} ['a']" in capsys.readouterr().out

@@ -30,6 +30,7 @@ from ftcoord.core.layout import (
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, Seat, parse_decided
 from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.dashboard import app as apps
+from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
 from ftcoord.errors import EtcdUnavailable
@@ -300,6 +301,20 @@ def test_a_run_is_closed(site: Site) -> None:
     assert record is not None
     assert "closed by ann through the page of me@here" in json.loads(record.value)["closed"]
     assert json.loads(site.order(what="close").body)["left"][0].startswith("it was over already")
+
+
+def test_a_gateways_page_is_about_its_job_alone(site: Site) -> None:
+    actor = PageActor(site.client, "/f", "me@here", DEADLINE)
+    site.app = make_app(site.board, LeaseBook(Clerk()), {}, None, actor=actor, token=TOKEN, only="a/b")
+    for query in ({}, {"job": "other"}):
+        answer = site.get("/", **query)
+        assert (answer.status, answer.headers["location"]) == (307, "./?job=a%2Fb")
+    assert site.get("/", job="a/b").status == 200
+    assert site.get("/api/jobs").status == 403
+    assert site.get("/api/job", job="other").status == 403
+    assert site.get("/api/job", job="a/b", until=lambda told: bool(told.events("page"))).status == 200
+    assert site.order(job="other").status == 403
+    assert site.get("/metrics").status == 404
 
 
 @pytest.mark.parametrize(

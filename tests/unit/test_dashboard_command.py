@@ -54,7 +54,6 @@ def test_no_flag_takes_the_token(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--allow-kill"], "give --page-port too"),
         (["--page-port", "x"], "--page-port"),
         (["--page-port", "0", "--page-host", "a b"], "--page-host"),
     ],

@@ -93,7 +93,7 @@ FLOORS = (
     "rendezvous.backend rendezvous.init_method rendezvous.legacy",
     "rendezvous",
     (
-        "coordination.address coordination.checks coordination.history coordination.peers coordination.policy "
+        "coordination.address coordination.checks coordination.peers coordination.policy "
         "coordination.crowd coordination.ranks coordination.splice coordination.tcp "
         "coordination.tokens coordination.types"
     ),
@@ -132,9 +132,9 @@ FLOORS = (
     "operator.acting operator.following operator.watching metrics.runs",
     "operator.orders",
     "operator.examining",
-    "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts dashboard.refusals dashboard.torchft_status",
+    "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts dashboard.refusals",
     "dashboard.board",
-    "dashboard.torchft_paths dashboard.connections",
+    "dashboard.connections",
     "dashboard.app",
     "dashboard.serving",
     "commands.codes commands.output",

@@ -44,8 +44,6 @@ KEYS = {
     "store_queues_span": layout.store_queues_span(STORE).start,
     "store_queue_span": layout.store_queue_span(STORE, "key").start + "id",
     "store_counts_span": layout.store_counts_span(STORE).start + "id",
-    "configs_span": layout.configs_span(RUN).start,
-    "config_key": layout.config_key(RUN, "name"),
     "kills_span": layout.kills_span(RUN).start,
     "kill_key": layout.kill_key(RUN, HEX),
     "kill_mark_key": layout.kill_mark_key(RUN, LEASE),
@@ -154,7 +152,7 @@ def test_a_spelled_key_is_found(code: str) -> None:
 
 
 def test_names_are_found() -> None:
-    assert {"members", "decided", "rounds", "store", "data", "config", "kill", "timers", "heartbeats"} <= NAMES
+    assert {"members", "decided", "rounds", "store", "data", "kill", "timers", "heartbeats"} <= NAMES
 
 
 # -- what the functions promise ------------------------------------------------------------------------------------
