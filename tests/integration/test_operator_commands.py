@@ -189,7 +189,11 @@ def test_gc_deletes_what_is_over_and_nothing_else(make_nodes: MakeNodes, run: Co
     assert closed.startswith("closed: closed by ")
     assert deleted.startswith("its keys were deleted by ")
     assert run.json("status", "gc live")["exists"]
-    assert run("status", "gc over")[0] == 1
+    line = next(one for one in run.json("ls")["jobs"] if one["job"] == "gc over")
+    assert (line["state"], line["note"]) == ("closed", closed.partition(": ")[2])
+    assert line["ended"] > 0
+    code, shown, _ = run("status", "gc over")
+    assert (code, "The run is over: closed by " in " ".join(shown.split())) == (1, True)
 
 
 def test_gc_leaves_what_changed_since_it_looked(run: Commands, etcd: EtcdServer, client: EtcdClient) -> None:

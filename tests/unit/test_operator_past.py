@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from test_operator_status import QUORUM, RUN, ask, nodes, seats, told_of
 
-from ftcoord.commands.explaining import _history_lines, _why_lines
+from ftcoord.commands.explaining import _history_lines, why_lines
 from ftcoord.commands.output import Terminal, to_json
 from ftcoord.core import death_records, rendezvous_records
 from ftcoord.core.death_records import Death
@@ -19,7 +19,7 @@ from ftcoord.core.layout import death_key, decided_key, event_key, member_id
 from ftcoord.core.rendezvous_records import Round
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys
-from ftcoord.operator.past import explain, tell_history
+from ftcoord.operator.past import explain, tell_ended, tell_history
 from ftcoord.operator.told import Explanation, JobStatus, NextDecision, QuorumStatus, ReplicaStatus
 
 RAISED = WorkerFailure(90, 5, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", "Traceback ...")
@@ -294,6 +294,36 @@ def test_history_is_in_etcds_order_over_both_groups() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("found", "state", "note"),
+    [
+        ((DECIDED, HistoryEvent("closed", 7, reason="finished: hostA finished")), "finished", "hostA finished"),
+        (
+            (DECIDED, HistoryEvent("closed", 7, reason="failed: hostA failed"), ended("left", "b", "b left", 0)),
+            "failed",
+            "hostA failed",
+        ),
+        ((DECIDED, ended("died", "hostA", "hostA was killed", 0), recalled("x")), "ended", "hostA was killed"),
+        ((HistoryEvent("waiting", 0, reason="hostA waits for a round"),), "ended", "hostA waits for a round"),
+        ((), "other", ""),
+    ],
+)
+def test_the_line_of_a_job_of_which_only_the_history_is_left(
+    found: Sequence[HistoryEvent], state: str, note: str
+) -> None:
+    told = tell_ended("job", events(*found), ())
+    assert (told.state, told.note, told.round) == (state, note, None)
+    told = tell_ended("job", (), events(*found, prefix=QUORUM))
+    assert (told.state, told.note) == (state, note)
+
+
+def test_why_a_job_is_gone_that_never_had_a_round() -> None:
+    nothing = replace(told_of(), exists=False, healthy=False)
+    found = why(nothing, HistoryEvent("waiting", 0, reason="hostA waits for a round"))
+    assert found.happened == "The last that is known of it: hostA waits for a round."
+    assert not found.healthy
+
+
 def lines(found: object, of: object) -> Sequence[str]:
     return list(of(found, Terminal("table", "never")))  # type: ignore[operator]
 
@@ -304,7 +334,7 @@ def test_no_text_of_anybody_moves_the_cursor() -> None:
     all_of_it = [HistoryEvent("failed", 7, hostile, hostile, hostile, (worker,)), recalled(hostile)]
     history = tell_history(hostile, events(*all_of_it), ())
     explained = why(running(8, "hostA"), *all_of_it)
-    for line in (*lines(history, _history_lines), *lines(explained, _why_lines)):
+    for line in (*lines(history, _history_lines), *lines(explained, why_lines)):
         assert line.isascii()
         assert line.isprintable()
     assert to_json(history).isascii()
