@@ -120,7 +120,7 @@ def _rounds_lines(rounds: RoundsStatus, terminal: Terminal, rows: int | None) ->
 
 def _quorum_lines(quorum: QuorumStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
     yield ""
-    which = f"quorum {quorum.id} with {quorum.size} replicas at step {quorum.max_step}"
+    which = f"quorum {quorum.id} with {counted(quorum.size, 'replica')} at step {quorum.max_step}"
     yield f"quorums     {terminal.word(quorum.state)}, {which} (min_replicas {quorum.min_replicas})"
     yield _next_line("quorum", quorum.next)
     heads = ("RANK", "REPLICA", "STANDING", "STEP", "BEHIND", "FAILED", "LEASE", "OF", "MEMBER", "ADDRESS")

@@ -193,7 +193,7 @@ def _state(previous: Round | None, members: Sequence[_Member]) -> str:
     if previous.closed:
         reopens = any(member.ask.reopens == previous.number for member in members)
         return "forming" if reopens else previous.outcome or "closed"
-    if previous.recalled or not previous.size:
+    if previous.recalled or not previous.size or not members:
         return "forming" if members else "empty"
     return "running" if previous.ready else "seating"
 

@@ -55,7 +55,7 @@ def _rounds_line(rounds: RoundsStatus) -> tuple[str, str]:
 def _quorum_line(quorum: QuorumStatus) -> tuple[str, str]:
     """Between two steps of a job that trains some of its replicas ask: that is no news."""
     trains = quorum.id and quorum.state in ("training", "forming")
-    state = "degraded" if trains and quorum.missing else "training" if trains else quorum.state
+    state = quorum.state if not trains else "training" if quorum.healthy else "degraded"
     return state, _why_not(quorum)
 
 

@@ -266,9 +266,9 @@ class JobLine:
 
     Args:
         job: its id.
-        state: that of its rounds, or else of its quorums; `degraded` if members are missing; `training` also while
-            replicas ask for the next quorum. How it ended (finished, failed, closed or ended) if only its history is
-            left; `other` if it has none of these.
+        state: that of its rounds, or else of its quorums; `degraded` if members are missing, or commits fail again and
+            again; `training` also while replicas ask for the next quorum. How it ended (finished, failed, closed or
+            ended) if only its history is left; `other` if it has none of these.
         round, nodes: the last round's number and size; None without a rendezvous.
         quorum, replicas: the last quorum's id and size; None without quorums.
         members: the live members of both that count.

@@ -20,7 +20,7 @@ from ftcoord.core.rendezvous_records import Round
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys
 from ftcoord.operator.past import explain, tell_ended, tell_history
-from ftcoord.operator.told import Explanation, JobStatus, NextDecision, QuorumStatus, ReplicaStatus
+from ftcoord.operator.told import Explanation, JobStatus, MissingReplica, NextDecision, QuorumStatus, ReplicaStatus
 
 RAISED = WorkerFailure(90, 5, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", "Traceback ...")
 RESET = replace(RAISED, pid=91, exception="RuntimeError: Connection reset by peer")
@@ -88,8 +88,10 @@ def test_a_round_that_runs_without_one_of_its_nodes_says_without_which() -> None
     died = "host of hostB was killed by signal 9 (SIGKILL)"
     death = KeyValue(death_key(RUN, member_id(2)), death_records.encode(Death(died, 0)), 1, 1, 1, 9)
     found = why(told_of(rounds=GroupKeys(RUN, decided, below_members=left, deaths=(death,))), DECIDED, STARTED)
-    assert found.now == f"Now round 8 runs on 1 of 2 nodes, without host of hostB; next: round 8 recalled: {died}."
+    assert found.now == f"Now round 8 runs on 1 of 2 nodes; gone: {died}."
     assert not found.healthy
+    found = why(told_of(rounds=GroupKeys(RUN, decided, deaths=(death,))), DECIDED, STARTED)
+    assert found.now == f"Now it is empty, and was in round 8; gone: host of hostA; {died}."
 
 
 def test_ends_of_earlier_rounds_are_not_to_blame() -> None:
@@ -263,6 +265,11 @@ def test_of_quorums_the_last_that_lost_members_is_told() -> None:
     assert found.now == "Now it is training: quorum 4 has 2 replicas."  # not why nobody asks yet
     found = explain(replace(told_of(), quorum=replace(status, state="forming")), (), events(*past, prefix=QUORUM))
     assert found.now == "Now it is forming: quorum 4 has 2 replicas; x."
+    status = replace(
+        status, healthy=False, missing=(MissingReplica(0, "a", "1", "killed"), MissingReplica(1, "b", "2", ""))
+    )
+    found = explain(replace(told_of(), quorum=status), (), events(*past, prefix=QUORUM))
+    assert found.now == "Now it is training: quorum 4 has 2 replicas; x; gone: a: killed; b."
 
 
 def test_a_replica_that_was_killed_by_hand_is_told_as_such() -> None:
