@@ -75,11 +75,12 @@ def _why(options: argparse.Namespace) -> int:
         status = tell_job(read_job(etcd, options.key_prefix, job), rules)
         found = explain(status, *read_events(etcd, options.key_prefix, job))
     is_known = status.exists or found.happened
-    terminal.tell(found, _why_lines(found, terminal) if is_known else [no_such_job(job)])
+    terminal.tell(found, why_lines(found, terminal) if is_known else [no_such_job(job)])
     return HEALTHY if found.healthy else UNHEALTHY
 
 
-def _why_lines(found: Explanation, terminal: Terminal) -> Iterable[str]:
+def why_lines(found: Explanation, terminal: Terminal) -> Iterable[str]:
+    """The explanation for people."""
     health = terminal.colour("healthy", "good") if found.healthy else terminal.colour("needs a look", "bad")
     yield f"{terminal.colour(neutral(found.job), 'bold')}: {health}"
     yield from wrap(neutral(found.text), LINE_WIDTH, break_on_hyphens=False)

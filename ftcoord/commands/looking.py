@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from ftcoord import concurrency
@@ -17,7 +18,7 @@ from ftcoord.core.rendezvous_records import FAILED
 from ftcoord.core.round_history import counted, spanned
 from ftcoord.escaping import neutral
 from ftcoord.operator.job_keys import JobKeys
-from ftcoord.operator.reading import ReadsLeases, read_job, read_leases
+from ftcoord.operator.reading import ReadsLeases, read_events, read_job, read_leases
 from ftcoord.operator.status import Member, Rules, foremost, members_of, tell_job, with_leases
 from ftcoord.operator.told import JobStatus, NextDecision, QuorumStatus, RoundsStatus, TimerStatus, no_such_job
 
@@ -51,7 +52,15 @@ def _status(options: argparse.Namespace) -> int:
     with client_of(options) as etcd:
         keys = read_job(etcd, options.key_prefix, job, with_timers=True)
         status = told_of(etcd, keys, rules, rows)
-    terminal.tell(status, status_lines(status, terminal, rows))
+        lines: Iterable[str] = status_lines(status, terminal, rows)
+        if status.rounds is None and status.quorum is None:  # perhaps its keys have expired, and its history is left
+            from ftcoord.commands.explaining import why_lines
+            from ftcoord.operator.past import explain
+
+            past = explain(status, *read_events(etcd, options.key_prefix, job))
+            if past.happened:
+                status, lines = replace(status, healthy=past.healthy), why_lines(past, terminal)
+    terminal.tell(status, lines)
     return HEALTHY if status.healthy else UNHEALTHY
 
 
@@ -111,7 +120,7 @@ def _rounds_lines(rounds: RoundsStatus, terminal: Terminal, rows: int | None) ->
 
 def _quorum_lines(quorum: QuorumStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
     yield ""
-    which = f"quorum {quorum.id} with {quorum.size} replicas at step {quorum.max_step}"
+    which = f"quorum {quorum.id} with {counted(quorum.size, 'replica')} at step {quorum.max_step}"
     yield f"quorums     {terminal.word(quorum.state)}, {which} (min_replicas {quorum.min_replicas})"
     yield _next_line("quorum", quorum.next)
     heads = ("RANK", "REPLICA", "STANDING", "STEP", "BEHIND", "FAILED", "LEASE", "OF", "MEMBER", "ADDRESS")

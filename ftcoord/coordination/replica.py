@@ -140,6 +140,8 @@ class Replica:
         ThreadFailed.
         """
         check_size(request)
+        if gone is not None and gone.is_set():
+            raise TimeoutError("the caller went away")
         beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, request)
         until = deadline, gone or concurrency.event()
         pace = _QuorumPace(self._participant, self._job, self._takeover, beats, *until, self._log_waiting)

@@ -19,9 +19,9 @@ from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStart
 from ftcoord.etcd.api import Etcd
 from ftcoord.operator.following import follow_job
 from ftcoord.operator.job_keys import JobKeys, LeaseTime
-from ftcoord.operator.listing import read_jobs
 from ftcoord.operator.reading import ReadsLeases, read_lease
 from ftcoord.operator.status import Rules
+from ftcoord.operator.summary import read_jobs
 from ftcoord.operator.told import JobList, JobStatus, Watched
 from ftcoord.operator.watching import JobWatch, TimerLook, newest, probe
 from ftcoord.primitives.step_thread import StepThread

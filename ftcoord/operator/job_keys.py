@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from operator import attrgetter
+from typing import Protocol, TypeVar
 
 from ftcoord.core.death_records import parse_death
 from ftcoord.core.layout import member_of
 from ftcoord.core.rendezvous_records import RoundHead, parse_decided
-from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, LARGEST_STEP, check_step
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue, is_member
 from ftcoord.operator.told import Unreadable
 
 T = TypeVar("T")
+
+
+class Counting(Protocol):
+    """A member's record, as it was read: its key, and the highest number that it names."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def highest(self) -> int: ...
+
+
+C = TypeVar("C", bound=Counting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +63,8 @@ class GroupKeys:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no such group."""
-        return self.decided is None and self.roster is None and not self.below_members
+        """Whether there is no such group, and was none in the last hour."""
+        return self.decided is None and self.roster is None and not self.below_members and not self.deaths
 
     @property
     def roll_name(self) -> str | None:
@@ -65,11 +79,16 @@ class GroupKeys:
         """The members' keys, oldest first."""
         return [kv for kv in self.below_members if is_member(kv)]
 
-    def check_decided(self, number: int, known: Sequence[int]) -> None:
-        """Raises StateError for a decided number that the members do not count on from. `known`: the highest number
-        that each of them names. The lowest is compared: a stranger's record may name any."""
-        if self.decided is not None and known:
-            check_step(self.decided.key, number, min(known), LARGEST_DECIDED_STEP)
+    def counted(self, number: int, members: Sequence[C]) -> tuple[list[C], list[OddKey]]:
+        """The members that a decider counts, and those that name a number to which nobody has counted.
+
+        Raises StateError if the members do not count on from the decided `number`. The lowest number that they name is
+        compared: a stranger's record may name any.
+        """
+        known = min((one.highest for one in members), default=number)
+        if self.decided is not None:
+            check_step(self.decided.key, number, known, LARGEST_DECIDED_STEP)
+        return by_kind(_counted(one, max(number, known)) for one in members)
 
     def causes(self) -> dict[str, str]:
         """Why members died, by id, if a cause is known."""
@@ -80,6 +99,15 @@ class GroupKeys:
             except StateError:
                 continue  # nothing depends on it but a text
         return {member: cause for member, cause in found.items() if cause}
+
+    def with_last_death(self, reason: str) -> str:
+        """The reason why nothing is decided, and how the last member ended where there was no decision yet."""
+        causes = self.causes()
+        dead = [kv for kv in self.deaths if member_of(kv.key) in causes]
+        if self.decided is not None or self.below_members or not dead:
+            return reason
+        last = max(dead, key=attrgetter("mod_revision"))
+        return f"nobody is there; the last member ended before there was a decision: {causes[member_of(last.key)]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +126,14 @@ def read_member(kv: KeyValue, parse: Callable[[str, bytes], T]) -> T | OddKey:
         return parse(kv.key, kv.value)
     except StateError as error:
         return OddKey(Unreadable(kv.key, str(error)), member_of(kv.key))
+
+
+def _counted(one: C, known: int) -> C | OddKey:
+    try:
+        check_step(one.key, one.highest, known, LARGEST_STEP)
+    except StateError as error:
+        return OddKey(Unreadable(one.key, str(error)), member_of(one.key))
+    return one
 
 
 def by_kind(found: Iterable[T | OddKey]) -> tuple[list[T], list[OddKey]]:

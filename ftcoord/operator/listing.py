@@ -1,36 +1,11 @@
-"""Reads which jobs there are, and a summary of each, at one revision of etcd per job."""
+"""Reads which jobs there are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 
-from ftcoord.core.layout import (
-    Span,
-    branch_of,
-    decided_key,
-    decided_span,
-    decode_key,
-    members_span,
-    quorum_prefix,
-    run_id_of,
-    run_prefix,
-    runs_span,
-    spans_but_history,
-)
-from ftcoord.etcd.api import EtcdCalls, Get, RangeResult
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
-from ftcoord.operator.summary import JobSummaryKeys, tell_line
-from ftcoord.operator.told import FORMAT, JobList
-
-
-def read_jobs(etcd: EtcdCalls, key_prefix: str) -> JobList:
-    """All jobs below a key prefix. Raises EtcdError.
-
-    Costs a few requests for each, however many keys the jobs have: the contents of their stores are skipped.
-    """
-    lines = [tell_line(key_prefix, job, keys) for job, keys in _summaries(etcd, key_prefix)]
-    return JobList(FORMAT, key_prefix, tuple(lines))
+from ftcoord.core.layout import Span, branch_of, decode_key, run_id_of, run_prefix, runs_span, spans_but_history
+from ftcoord.etcd.api import EtcdCalls, Get
 
 
 def job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
@@ -50,20 +25,6 @@ def live_job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
         spans = spans_but_history(run_prefix(key_prefix, job))
         if any(etcd.range(Get(one, limit=1, keys_only=True)).one for one in spans):
             yield job
-
-
-def _summaries(etcd: EtcdCalls, key_prefix: str) -> Iterator[tuple[str, JobSummaryKeys]]:
-    for job in job_ids(etcd, key_prefix):
-        prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
-        counted = [Get(members_span(one), count_only=True) for one in (prefix, quorum)]
-        gets = [Get(Span(decided_key(prefix))), Get(decided_span(quorum)), *counted]
-        decided, of_quorum, nodes, replicas = read_snapshot(etcd.range, partial(_ranges, gets))
-        heads = {kv.key: kv for kv in of_quorum.kvs}
-        yield job, JobSummaryKeys(decided.one, nodes.count, heads, replicas.count)
-
-
-def _ranges(gets: Sequence[Get], then: SnapshotReader) -> list[RangeResult]:
-    return then.ranges(gets)
 
 
 def _behind(span: Span, whole: Span) -> Span:

@@ -8,15 +8,24 @@ from typing import Final
 
 from ftcoord.core.causes import OBEYED, in_causal_order, is_consequence, told_end, told_first
 from ftcoord.core.event_records import HistoryEvent, PastEvent, WorkerFailure, ends_in, last_life, read_history
-from ftcoord.core.rendezvous_records import FINISHED
-from ftcoord.core.round_history import counted, named
+from ftcoord.core.rendezvous_records import CLOSED, FAILED, FINISHED
+from ftcoord.core.round_history import counted
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.told import FORMAT, Explanation, JobHistory, JobStatus, QuorumStatus, ReplicaStatus, ToldEvent
+from ftcoord.operator.told import (
+    FORMAT,
+    Explanation,
+    JobHistory,
+    JobLine,
+    JobStatus,
+    QuorumStatus,
+    ReplicaStatus,
+    ToldEvent,
+)
 
 ROUNDS, QUORUMS = "rendezvous", "quorums"
 """The groups of a job, as they are told."""
 MOST_BEHIND: Final = 8
-"""The most replicas that are named as behind."""
+"""The most replicas that are named as behind, or members as gone."""
 MOST_CRASHES: Final = 3
 """The most crashes that are named of a run that has finished."""
 _SIGKILL: Final = 9
@@ -42,6 +51,25 @@ def explain(status: JobStatus, rounds: Iterable[KeyValue], quorums: Iterable[Key
     if past or (status.rounds is not None and not of_quorums):
         return _explain_rounds(status, past)
     return _explain_quorums(status, of_quorums)
+
+
+def tell_ended(job: str, rounds: Iterable[KeyValue], quorums: Iterable[KeyValue]) -> JobLine:
+    """The line about a job without rounds and quorums: how it ended, if its history is left."""
+    past = last_life(_past(rounds)) or last_life(_past(quorums))
+    last = _last_known(past)
+    state, note, at = "other", "", 0.0
+    if last is not None:
+        outcome, _, rest = last.reason.partition(": ")
+        is_closed = last.kind == "closed" and outcome in (FINISHED, FAILED, CLOSED)
+        state, note, at = outcome if is_closed else "ended", rest if is_closed else told_end(last), last.wall_ms / 1000
+    return JobLine(job, state, None, None, None, None, 0, note, at)
+
+
+def _last_known(past: Sequence[PastEvent]) -> HistoryEvent | None:
+    """What tells best how a job ended: that it was closed, or the last end of a member, or what happened last."""
+    events = [one.event for one in reversed(past)]
+    closed = [one for one in events if one.kind == "closed"][:1]
+    return next(iter(closed or [one for one in events if one.is_end] or events), None)
 
 
 def _past(kvs: Iterable[KeyValue]) -> list[PastEvent]:
@@ -82,7 +110,8 @@ def _explain_rounds(status: JobStatus, past: Sequence[PastEvent]) -> Explanation
     do = _contradiction(status, past) or _do_now(status)
     nothing = Explanation(FORMAT, status.job, healthy, "", None, 0, "", now, "" if healthy else do)
     if last is None:
-        return nothing
+        known = _last_known(past) if status.rounds is None else None
+        return replace(nothing, happened=f"The last that is known of it: {told_end(known)}.") if known else nothing
     if is_over and _finished(last.event):
         how = _after_colon(last.event.reason) + _on_its_way(past)
         return replace(nothing, happened=f"The run has finished: {how}.", now="", do="")
@@ -169,13 +198,19 @@ def _now_of_rounds(status: JobStatus, past: Sequence[PastEvent]) -> str:
         return "Nothing is left of it but its history." if past else "It has no history."
     if rounds.closed:
         return ""
-    if rounds.state == "running" and not rounds.missing:
-        return f"Now round {rounds.number} runs on {counted(rounds.size, 'node')}."
+    gone = _gone([one.cause or one.host for one in rounds.missing])
     if rounds.state == "running":
-        gone = named([one.host for one in rounds.missing])
-        left = f"{rounds.size - len(rounds.missing)} of {counted(rounds.size, 'node')}"
-        return f"Now round {rounds.number} runs on {left}, without {gone}; next: {rounds.next.reason}."
+        left = f"{rounds.size - len(rounds.missing)} of " if gone else ""
+        return f"Now round {rounds.number} runs on {left}{counted(rounds.size, 'node')}{gone}."
+    if gone:
+        return f"Now it is {rounds.state}, and was in round {rounds.number}{gone}."
     return f"Now it is {rounds.state}: {rounds.next.reason}."
+
+
+def _gone(causes: Sequence[str]) -> str:
+    """Who is missing, and why; empty if nobody is."""
+    more = f"; {len(causes) - MOST_BEHIND} more" if len(causes) > MOST_BEHIND else ""
+    return f"; gone: {'; '.join(causes[:MOST_BEHIND])}{more}" if causes else ""
 
 
 def _do_now(status: JobStatus) -> str:
@@ -201,7 +236,9 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent]) -> Explanatio
     if quorum is not None:
         # between two steps nobody asks yet: why there is no next quorum is no news then
         waits = "" if quorum.healthy and quorum.state == "training" else f"; {quorum.next.reason}"
-        now = f"Now it is {quorum.state}: quorum {quorum.id} has {counted(quorum.size, 'replica')}{waits}."
+        gone = _gone([f"{one.replica_id}: {one.cause}" if one.cause else one.replica_id for one in quorum.missing])
+        which = f"quorum {quorum.id} has {counted(quorum.size, 'replica')}" if quorum.number else "it had no quorum yet"
+        now = f"Now it is {quorum.state}: {which}{waits}{gone}."
     last = next((one for one in reversed(past) if one.event.is_end), None)
     if last is None:
         return Explanation(FORMAT, status.job, status.healthy, "", None, 0, "", now, "")
@@ -270,9 +307,9 @@ def _advice(first: HistoryEvent | None) -> str:
         return f"See whether the host of {first.who} runs, and whether it reaches etcd; replace it if not."
     if first.kind == "left":
         obeyed = OBEYED in first.reason
-        return "It was told to stop: by the scheduler, or by hand. Nothing is broken." if obeyed else ""
+        return "It was told to stop: by the scheduler, or by hand." if obeyed else ""
     if "evicted by" in first.reason:
-        return "It was evicted by hand: ask who did it before it comes back."
+        return "It was evicted by hand: it comes back unless its process or its host is stopped."
     if "(OOM)" in first.reason:
         return "Give the host's job more memory, or have it use less."
     return f"See the log of {first.who}, and what its kernel says (dmesg)."

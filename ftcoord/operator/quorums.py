@@ -36,6 +36,14 @@ class _Record:
     said: ReplicaRecord
     kv: KeyValue
 
+    @property
+    def key(self) -> str:
+        return self.kv.key
+
+    @property
+    def highest(self) -> int:
+        return self.said.highest
+
 
 @dataclass(frozen=True, slots=True)
 class _Replica:
@@ -72,16 +80,16 @@ class QuorumTeller:
     def tell(self, keys: GroupKeys) -> tuple[QuorumStatus, list[Unreadable]]:
         """The state, and the keys that are not counted in it."""
         records, odd = by_kind(self._records.of(keys.below_members))
-        unreadable = [one.told for one in odd]
         try:
             previous = self._last_quorum(keys)
             number = max(previous.number, previous.id) if previous else 0
-            keys.check_decided(number, [one.said.highest for one in records])
+            records, uncounted = keys.counted(number, records)
         except StateError as error:
-            unreadable.append(Unreadable(error.key, str(error)))
+            unreadable = [*(one.told for one in odd), Unreadable(error.key, str(error))]
             withheld = NextDecision("withheld", str(error))
             statuses = _statuses(None, self._whole(records, {}))
             return _told("unreadable", None, self._options, withheld, statuses, ()), unreadable
+        odd = [*odd, *uncounted]
         fewest = max([self._options.min_replicas, *(one.said.min_replicas for one in records)])
         options = replace(self._options, min_replicas=fewest)
         replicas = self._whole(records, previous.profiles if previous else {})
@@ -91,7 +99,9 @@ class QuorumTeller:
         statuses = _statuses(previous, replicas)
         missing = _missing(previous, replicas, keys.causes())
         next_ = _for_people(_next(situation, options), previous, statuses, fewest)
-        return _told(_state(previous, statuses), previous, options, next_, statuses, missing), unreadable
+        next_ = replace(next_, reason=keys.with_last_death(next_.reason))
+        told = _told(_state(previous, statuses), previous, options, next_, statuses, missing)
+        return told, [one.told for one in odd]
 
     def _last_quorum(self, keys: GroupKeys) -> QuorumRecord | None:
         """The same object as long as its keys are the same; None before the first. Raises StateError."""
@@ -138,7 +148,7 @@ def _for_people(
     """The same decision, with what somebody has to do about it."""
     live = len({status.replica_id for status in statuses})
     asking = {status.replica_id for status in statuses if status.standing == "asking"}
-    if next_.decision == "wait" and live and (live < fewest or not asking):
+    if next_.decision == "wait" and (live < fewest or not asking):
         more = f"; start {fewest - live} more" if live < fewest else ""
         next_ = replace(next_, reason=f"{attendance([*asking], live, fewest)}{more}")
     trouble = failing(previous, fewest) if previous is not None else ""

@@ -53,6 +53,11 @@ class _Member:
     ask: JoinRequest
     holder_of: str
     since: int
+    key: str
+
+    @property
+    def highest(self) -> int:
+        return self.ask.highest
 
 
 class RoundsTeller:
@@ -77,15 +82,15 @@ class RoundsTeller:
     def tell(self, keys: GroupKeys) -> tuple[RoundsStatus, list[Unreadable]]:
         """The state, and the keys that are not counted in it."""
         members, odd = by_kind(self._asks.of(keys.below_members))
-        unreadable = [one.told for one in odd]
         try:
             previous = self._rolls.last_round(keys)
-            keys.check_decided((previous or NO_ROUND).number, [member.ask.highest for member in members])
+            members, uncounted = keys.counted((previous or NO_ROUND).number, members)
         except StateError as error:
-            unreadable.append(Unreadable(error.key, str(error)))
+            unreadable = [*(one.told for one in odd), Unreadable(error.key, str(error))]
             withheld = NextDecision("withheld", str(error))
             nodes = self._statuses(None, members, (0, 0))
             return _told("unreadable", NO_ROUND, withheld, nodes, (), (0, 0)), unreadable
+        odd = [*odd, *uncounted]
         causes = keys.causes()
         situation = RoundSituation(
             [member.candidate for member in members],
@@ -97,15 +102,16 @@ class RoundsTeller:
             unreadable={one.member for one in odd if one.member},
         )
         limits = limits_of(situation)
+        next_ = _next(situation, self._options)
         told = _told(
             _state(previous, members),
             previous or NO_ROUND,
-            _next(situation, self._options),
+            replace(next_, reason=keys.with_last_death(next_.reason)),
             self._statuses(previous, members, limits),
             _missing(previous or NO_ROUND, members, causes),
             limits,
         )
-        return told, unreadable
+        return told, [one.told for one in odd]
 
     def _statuses(
         self, previous: Round | None, members: Sequence[_Member], limits: tuple[int, int]
@@ -164,7 +170,7 @@ def _read_roll(decided: KeyValue, head: RoundHead, keys: GroupKeys) -> WholeRoll
 def _read_ask(kv: KeyValue) -> _Member | OddKey:
     def read(key: str, value: bytes) -> _Member:
         ask, id_ = parse_join_request(key, value), member_of(key)
-        return _Member(RoundCandidate(id_, ask, NOW), ask, ask.holds or id_, kv.create_revision)
+        return _Member(RoundCandidate(id_, ask, NOW), ask, ask.holds or id_, kv.create_revision, key)
 
     return read_member(kv, read)
 
@@ -182,7 +188,7 @@ def _state(previous: Round | None, members: Sequence[_Member]) -> str:
     if previous.closed:
         reopens = any(member.ask.reopens == previous.number for member in members)
         return "forming" if reopens else previous.outcome or "closed"
-    if previous.recalled or not previous.size:
+    if previous.recalled or not previous.size or not members:
         return "forming" if members else "empty"
     return "running" if previous.ready else "seating"
 

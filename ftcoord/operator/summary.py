@@ -1,75 +1,63 @@
-"""The summary of each job in a list, without its members. Pure."""
+"""A line about each job of an etcd cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Final
 
-from ftcoord.core.layout import decided_key, quorum_prefix, roster_key
-from ftcoord.core.quorum_head import parse_quorum
-from ftcoord.core.rendezvous_records import parse_decided
-from ftcoord.errors import StateError
-from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.told import JobLine
+from ftcoord.etcd.api import EtcdCalls
+from ftcoord.operator.listing import job_ids
+from ftcoord.operator.past import tell_ended
+from ftcoord.operator.reading import read_events, read_job
+from ftcoord.operator.status import Rules, tell_job
+from ftcoord.operator.told import FORMAT, JobLine, JobList, JobStatus, QuorumStatus, RoundsStatus
+
+NO_LONGER: Final = ("refused", "replaced")
+"""The standings of members that no decider counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobSummaryKeys:
-    """What a line of a list depends on.
+def read_jobs(etcd: EtcdCalls, key_prefix: str) -> JobList:
+    """All jobs below a key prefix. Raises EtcdError.
 
-    Args:
-        decided: the record of the rounds.
-        nodes: how many keys there are among the nodes.
-        quorum: the decided record of the quorums and its roster, by key.
-        replicas: how many keys there are among the replicas.
+    Costs a few requests for each, and its members; the contents of their stores are skipped.
     """
-
-    decided: KeyValue | None
-    nodes: int
-    quorum: Mapping[str, KeyValue]
-    replicas: int
+    return JobList(FORMAT, key_prefix, tuple(_read_line(etcd, key_prefix, job) for job in job_ids(etcd, key_prefix)))
 
 
-def tell_line(key_prefix: str, job: str, keys: JobSummaryKeys) -> JobLine:
-    """One job of a list."""
-    round_ = nodes = quorum = replicas = None
-    states, note = list[str](), ""
-    if keys.decided is not None or keys.nodes:
-        state, round_, nodes, note = _rounds_line(keys.decided, keys.nodes)
-        states.append(state)
-    if keys.quorum or keys.replicas:
-        state, quorum, replicas = _quorum_line(quorum_prefix(key_prefix, job), keys)
-        states.append(state)
-    state = states[0] if states else "other"
-    return JobLine(job, state, round_, nodes, quorum, replicas, keys.nodes + keys.replicas, note)
+def _read_line(etcd: EtcdCalls, key_prefix: str, job: str) -> JobLine:
+    status = tell_job(read_job(etcd, key_prefix, job), Rules())
+    if status.rounds is None and status.quorum is None:  # perhaps its keys have expired, and its history is left
+        return tell_ended(job, *read_events(etcd, key_prefix, job))
+    return tell_line(status)
 
 
-def _rounds_line(decided: KeyValue | None, members: int) -> tuple[str, int, int, str]:
-    waiting = "forming" if members else "empty"
-    if decided is None:
-        return waiting, 0, 0, ""
-    try:
-        record = parse_decided(decided.key, decided.value)
-    except StateError as error:
-        return "unreadable", 0, 0, str(error)
-    state = waiting
-    if record.closed:
-        state = record.outcome or "closed"
-    elif record.size and not record.recalled:
-        state = "running" if record.ready else "seating"
-        state = state if members >= record.size else "degraded"
-    return state, record.number, record.size, record.closed or record.recalled or record.before
+def tell_line(status: JobStatus) -> JobLine:
+    """The line about a job that has rounds or quorums."""
+    rounds, quorum = status.rounds, status.quorum
+    members = [one.standing for part in (rounds and rounds.members, quorum and quorum.replicas) for one in part or ()]
+    state, note = _rounds_line(rounds) if rounds else _quorum_line(quorum) if quorum else ("other", "")
+    return JobLine(
+        status.job,
+        state,
+        rounds.number if rounds else None,
+        rounds.size if rounds else None,
+        quorum.id if quorum else None,
+        quorum.size if quorum else None,
+        sum(standing not in NO_LONGER for standing in members),
+        note,
+    )
 
 
-def _quorum_line(prefix: str, keys: JobSummaryKeys) -> tuple[str, int, int]:
-    decided = keys.quorum.get(decided_key(prefix))
-    if decided is None:
-        return ("forming" if keys.replicas else "empty"), 0, 0
-    roster = keys.quorum.get(roster_key(decided.key))
-    try:
-        quorum = parse_quorum(decided.key, decided.value, roster.value if roster else None)
-    except StateError:
-        return "unreadable", 0, 0
-    size = len(quorum.seats)
-    state = "empty" if not keys.replicas else "degraded" if keys.replicas < size else "training"
-    return state, quorum.id, size
+def _rounds_line(rounds: RoundsStatus) -> tuple[str, str]:
+    state = "degraded" if rounds.missing and rounds.state in ("running", "seating") else rounds.state
+    return state, rounds.closed or rounds.recalled or rounds.before or _why_not(rounds)
+
+
+def _quorum_line(quorum: QuorumStatus) -> tuple[str, str]:
+    """Between two steps of a job that trains some of its replicas ask: that is no news."""
+    trains = quorum.id and quorum.state in ("training", "forming")
+    state = quorum.state if not trains else "training" if quorum.healthy else "degraded"
+    return state, _why_not(quorum)
+
+
+def _why_not(part: RoundsStatus | QuorumStatus) -> str:
+    return "" if part.healthy else part.next.reason

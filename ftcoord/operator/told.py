@@ -223,7 +223,7 @@ class JobStatus:
         job: its id.
         revision: etcd's revision of all of this.
         exists: whether etcd has any key of it.
-        healthy: whether it exists and nothing needs attention.
+        healthy: whether it exists and nothing needs attention; or only its history is left, and it finished.
         rounds: None for a job without a rendezvous.
         quorum: None for a job without quorums.
         unreadable: keys that do not count.
@@ -266,13 +266,15 @@ class JobLine:
 
     Args:
         job: its id.
-        state: that of its rounds, or else of its quorums, as far as it shows without reading all members; `other` for a
-            job that has neither.
+        state: that of its rounds, or else of its quorums; `degraded` if members are missing, or commits fail again and
+            again; `training` also while replicas ask for the next quorum. How it ended (finished, failed, closed or
+            ended) if only its history is left; `other` if it has none of these.
         round, nodes: the last round's number and size; None without a rendezvous.
         quorum, replicas: the last quorum's id and size; None without quorums.
-        members: the live members of both.
-        note: why the run is over, or why its last round was recalled, or why the round before that ended; empty for
-            none of these.
+        members: the live members of both that count.
+        note: why the run is over, or why its last round was recalled, or why the round before that ended; or what it
+            waits for; empty for none of these.
+        ended: when it ended, if only its history is left: on the writer's clock, in seconds since 1970; else 0.
     """
 
     job: str
@@ -283,6 +285,7 @@ class JobLine:
     replicas: int | None
     members: int
     note: str
+    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,6 +261,37 @@ def test_of_two_calls_one_gives_up(world: World) -> None:
     assert two.end().error is None
 
 
+@simulated
+def test_calls_whose_callers_went_away_before_their_turn_write_nothing(world: World) -> None:
+    """Else one broken caller of a gateway has it write for each of its calls, and all other replicas wait for that."""
+    etcd = world.etcd.client()
+    one = caller(world, "one", etcd, enough=2)
+    one.participant.touch(Called("beats"), concurrency.now() + 60, by_writing=False)
+    etcd.fate = lambda call: Fate(arrives=1.0) if call.writes else DELIVERED
+    patient = Asking(one)
+    world.sleep(0.1)  # it has the turn, until its write has arrived
+    late = [pace() for _ in range(20)]
+    errors = list[str]()
+
+    def ask(its_pace: UntilDeadline[RollRecord, Called]) -> None:
+        with pytest.raises(TimeoutError) as info:
+            one.participant.ask(Called("late"), its_pace)
+        errors.append(str(info.value))
+
+    threads = [concurrency.thread(ask, "late", its_pace) for its_pace in late]
+    for thread in threads:
+        thread.start()
+    world.sleep(0.5)
+    for its_pace in late:
+        its_pace.gone.set()
+    for thread in threads:
+        thread.join(5)
+    assert errors == ["the caller went away"] * len(late)
+    assert [*members(world).values()] == [b"here/2"]
+    assert Asking(caller(world, "two", enough=2)).end().error is None
+    assert patient.end().error is None
+
+
 def test_a_lease_is_renewed_for_as_long_as_any_call_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the call before it ends at the moment at which this one begins, and lets the lease rest."""
     rest = Session.rest

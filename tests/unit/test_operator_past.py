@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from test_operator_status import QUORUM, RUN, ask, nodes, seats, told_of
 
-from ftcoord.commands.explaining import _history_lines, _why_lines
+from ftcoord.commands.explaining import _history_lines, why_lines
 from ftcoord.commands.output import Terminal, to_json
 from ftcoord.core import death_records, rendezvous_records
 from ftcoord.core.death_records import Death
@@ -19,8 +19,8 @@ from ftcoord.core.layout import death_key, decided_key, event_key, member_id
 from ftcoord.core.rendezvous_records import Round
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys
-from ftcoord.operator.past import explain, tell_history
-from ftcoord.operator.told import Explanation, JobStatus, NextDecision, QuorumStatus, ReplicaStatus
+from ftcoord.operator.past import explain, tell_ended, tell_history
+from ftcoord.operator.told import Explanation, JobStatus, MissingReplica, NextDecision, QuorumStatus, ReplicaStatus
 
 RAISED = WorkerFailure(90, 5, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", "Traceback ...")
 RESET = replace(RAISED, pid=91, exception="RuntimeError: Connection reset by peer")
@@ -88,8 +88,10 @@ def test_a_round_that_runs_without_one_of_its_nodes_says_without_which() -> None
     died = "host of hostB was killed by signal 9 (SIGKILL)"
     death = KeyValue(death_key(RUN, member_id(2)), death_records.encode(Death(died, 0)), 1, 1, 1, 9)
     found = why(told_of(rounds=GroupKeys(RUN, decided, below_members=left, deaths=(death,))), DECIDED, STARTED)
-    assert found.now == f"Now round 8 runs on 1 of 2 nodes, without host of hostB; next: round 8 recalled: {died}."
+    assert found.now == f"Now round 8 runs on 1 of 2 nodes; gone: {died}."
     assert not found.healthy
+    found = why(told_of(rounds=GroupKeys(RUN, decided, deaths=(death,))), DECIDED, STARTED)
+    assert found.now == f"Now it is empty, and was in round 8; gone: host of hostA; {died}."
 
 
 def test_ends_of_earlier_rounds_are_not_to_blame() -> None:
@@ -263,6 +265,11 @@ def test_of_quorums_the_last_that_lost_members_is_told() -> None:
     assert found.now == "Now it is training: quorum 4 has 2 replicas."  # not why nobody asks yet
     found = explain(replace(told_of(), quorum=replace(status, state="forming")), (), events(*past, prefix=QUORUM))
     assert found.now == "Now it is forming: quorum 4 has 2 replicas; x."
+    status = replace(
+        status, healthy=False, missing=(MissingReplica(0, "a", "1", "killed"), MissingReplica(1, "b", "2", ""))
+    )
+    found = explain(replace(told_of(), quorum=status), (), events(*past, prefix=QUORUM))
+    assert found.now == "Now it is training: quorum 4 has 2 replicas; x; gone: a: killed; b."
 
 
 def test_a_replica_that_was_killed_by_hand_is_told_as_such() -> None:
@@ -294,6 +301,36 @@ def test_history_is_in_etcds_order_over_both_groups() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("found", "state", "note"),
+    [
+        ((DECIDED, HistoryEvent("closed", 7, reason="finished: hostA finished")), "finished", "hostA finished"),
+        (
+            (DECIDED, HistoryEvent("closed", 7, reason="failed: hostA failed"), ended("left", "b", "b left", 0)),
+            "failed",
+            "hostA failed",
+        ),
+        ((DECIDED, ended("died", "hostA", "hostA was killed", 0), recalled("x")), "ended", "hostA was killed"),
+        ((HistoryEvent("waiting", 0, reason="hostA waits for a round"),), "ended", "hostA waits for a round"),
+        ((), "other", ""),
+    ],
+)
+def test_the_line_of_a_job_of_which_only_the_history_is_left(
+    found: Sequence[HistoryEvent], state: str, note: str
+) -> None:
+    told = tell_ended("job", events(*found), ())
+    assert (told.state, told.note, told.round) == (state, note, None)
+    told = tell_ended("job", (), events(*found, prefix=QUORUM))
+    assert (told.state, told.note) == (state, note)
+
+
+def test_why_a_job_is_gone_that_never_had_a_round() -> None:
+    nothing = replace(told_of(), exists=False, healthy=False)
+    found = why(nothing, HistoryEvent("waiting", 0, reason="hostA waits for a round"))
+    assert found.happened == "The last that is known of it: hostA waits for a round."
+    assert not found.healthy
+
+
 def lines(found: object, of: object) -> Sequence[str]:
     return list(of(found, Terminal("table", "never")))  # type: ignore[operator]
 
@@ -304,7 +341,7 @@ def test_no_text_of_anybody_moves_the_cursor() -> None:
     all_of_it = [HistoryEvent("failed", 7, hostile, hostile, hostile, (worker,)), recalled(hostile)]
     history = tell_history(hostile, events(*all_of_it), ())
     explained = why(running(8, "hostA"), *all_of_it)
-    for line in (*lines(history, _history_lines), *lines(explained, _why_lines)):
+    for line in (*lines(history, _history_lines), *lines(explained, why_lines)):
         assert line.isascii()
         assert line.isprintable()
     assert to_json(history).isascii()

@@ -34,7 +34,7 @@ from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
 from ftcoord.operator.status import Rules, foremost, members_of, tell_job, with_leases
-from ftcoord.operator.summary import JobSummaryKeys, tell_line
+from ftcoord.operator.summary import tell_line
 from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus, TimerStatus
 
 RUN = run_prefix("/f", "job")
@@ -305,6 +305,41 @@ def test_a_decided_number_that_no_member_counts_on_from_stops_the_job() -> None:
     assert told_of(quorum=replace(group, below_members=())).unreadable == ()  # nobody is there to refuse it
 
 
+def test_a_member_that_names_a_number_to_which_nobody_has_counted_counts_for_nothing() -> None:
+    decided = kv(decided_key(RUN), rendezvous_records.encode(RUNNING))
+    rogue = ask("c", after=10**18)
+    found = told_of(GroupKeys(RUN, decided, below_members=nodes(*(ask(one, **in_round(3)) for one in "ab"), rogue)))
+    assert found.rounds is not None
+    assert [one.node for one in found.rounds.members] == ["a", "b"]
+    assert found.rounds.next.decision == "wait"
+    assert [one.key for one in found.unreadable] == [member_key(RUN, member_id(3))]
+    head, roster = quorum_head.encode_quorum(quorum_of("x"))
+    group = GroupKeys(QUORUM, kv(decided_key(QUORUM), head), kv(roster_key(decided_key(QUORUM)), roster or b""))
+    said = replace(quorum_records.parse_replica("k", replica(9, "y", asked=2).value), heard=10**18)
+    liar = member(QUORUM, 9, quorum_records.encode(said))
+    found = told_of(quorum=replace(group, below_members=(replica(1, "x"), liar)))
+    assert found.quorum is not None
+    assert [one.replica_id for one in found.quorum.replicas] == ["x"]
+    assert [one.key for one in found.unreadable] == [liar.key]
+    found = told_of(quorum=GroupKeys(QUORUM, below_members=(replica(1, "x"), liar)))
+    assert [one.key for one in found.unreadable] == [liar.key], "also before the first quorum"
+
+
+@pytest.mark.parametrize("prefix", [RUN, QUORUM])
+def test_a_job_whose_members_died_before_the_first_decision_is_not_healthy(prefix: str) -> None:
+    deaths = [
+        kv(death_key(prefix, member_id(at)), death_records.encode(death_records.Death(f"death {at}", 1)), 9 - at)
+        for at in (1, 2)
+    ]
+    group = GroupKeys(prefix, deaths=tuple(deaths))
+    found = told_of(group) if prefix == RUN else told_of(quorum=group)
+    part = found.rounds or found.quorum
+    assert part is not None
+    assert (found.healthy, part.state) == (False, "empty")
+    assert part.next.reason == "nobody is there; the last member ended before there was a decision: death 1"
+    assert tell_line(found).note == part.next.reason
+
+
 def test_a_key_that_lies_under_another_lease_is_no_member() -> None:
     odd = kv(member_key(RUN, "nobody"), rendezvous_records.encode(ask("x")), lease=5)
     found = told_of(GroupKeys(RUN, None, below_members=(odd,)))
@@ -439,33 +474,36 @@ def test_keys_that_cannot_be_read_are_cut_like_rows() -> None:
 # -- lists ----------------------------------------------------------------------------------------------------------
 
 
-def line(record: Round | None, members: int) -> tuple[str, int | None]:
+def line(record: Round | None, *asks: JoinRequest) -> tuple[str, int | None, int]:
     decided = kv(decided_key(RUN), rendezvous_records.encode(record)) if record else None
-    found = tell_line("/f", "job", JobSummaryKeys(decided, members, {}, 0))
-    return found.state, found.nodes
+    found = tell_line(told_of(GroupKeys(RUN, decided, below_members=nodes(*asks))))
+    return found.state, found.nodes, found.members
 
 
 def test_lines_of_runs() -> None:
-    assert line(RUNNING, 2) == ("running", 2)
-    assert line(RUNNING, 1) == ("degraded", 2)
-    assert line(replace(RUNNING, ready=False), 2) == ("seating", 2)
-    assert line(replace(RUNNING, recalled="x"), 2) == ("forming", 2)
-    assert line(replace(RUNNING, closed="x", outcome="failed"), 0) == ("failed", 2)
-    assert line(None, 1) == ("forming", 0)
-    assert line(None, 0) == ("other", None)
+    both = ask("a", **in_round(3)), ask("b", **in_round(3))
+    assert line(RUNNING, *both) == ("running", 2, 2)
+    assert line(RUNNING, both[0]) == ("degraded", 2, 1)
+    assert line(replace(RUNNING, ready=False), *both) == ("seating", 2, 2)
+    assert line(replace(RUNNING, recalled="x"), *both) == ("forming", 2, 2)
+    assert line(replace(RUNNING, closed="x", outcome="failed")) == ("failed", 2, 0)
+    assert line(None, ask("a")) == ("forming", 0, 1)
+    refused = ask("c", min_nodes=7, max_nodes=9, after=2)
+    assert line(RUNNING, *both, refused) == ("running", 2, 2), "it counts for no decider"
 
 
 def test_lines_of_quorums() -> None:
     head, roster = quorum_head.encode_quorum(quorum_of("x", "y"))
     key = decided_key(QUORUM)
-    both = {key: kv(key, head), roster_key(key): kv(roster_key(key), roster or b"")}
+    both = kv(key, head), kv(roster_key(key), roster or b"")
 
-    def found(members: int, kvs: dict[str, KeyValue]) -> tuple[str, int | None, int | None]:
-        told = tell_line("/f", "job", JobSummaryKeys(None, 0, kvs, members))
-        return told.state, told.quorum, told.replicas
+    def found(*kvs: KeyValue | None, members: Sequence[KeyValue] = ()) -> tuple[str, int | None, int | None, int]:
+        told = tell_line(told_of(quorum=GroupKeys(QUORUM, *kvs, {}, tuple(members))))
+        return told.state, told.quorum, told.replicas, told.members
 
-    assert found(2, both) == ("training", 2, 2)
-    assert found(1, both) == ("degraded", 2, 2)
-    assert found(0, both) == ("empty", 2, 2)
-    assert found(1, {}) == ("forming", 0, 0)
-    assert found(1, {key: both[key]}) == ("unreadable", 0, 0)
+    assert found(*both, members=[replica(1, "x"), replica(2, "y")]) == ("training", 2, 2, 2)
+    assert found(*both, members=[replica(1, "x", asked=2), replica(2, "y")]) == ("training", 2, 2, 2)
+    assert found(*both, members=[replica(1, "x")]) == ("degraded", 2, 2, 1)
+    assert found(*both) == ("empty", 2, 2, 0)
+    assert found(None, None, members=[replica(1, "x")]) == ("forming", 0, 0, 1)
+    assert found(both[0], None, members=[replica(1, "x")]) == ("unreadable", 0, 0, 1)

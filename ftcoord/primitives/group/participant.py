@@ -106,12 +106,9 @@ class Participant(Generic[R, A]):
         """Write what this member asks, joining where that is needed; returns it, stamped.
 
         Raises EtcdError when etcd does not answer before the monotonic `deadline`, or the caller is `gone`;
-        TimeoutError when another call does not let go of the key in time, or the caller was gone by then: nothing is
-        written; Left.
+        TimeoutError when another call does not let go of the key in time, or the caller was `gone` before it did; Left.
         """
-        with self._turn(deadline):
-            if gone.is_set():
-                raise TimeoutError("the caller has gone")
+        with self._turn(deadline, gone):
             self._said = said = self._use.stamp(ask)
             self._insist(partial(self._write, self._within(deadline)), deadline, gone)
             return said
@@ -265,24 +262,26 @@ class Participant(Generic[R, A]):
     # -- writing, with `_writing` held --------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _turn(self, deadline: float) -> Iterator[None]:
-        """One call writes at a time; the others wait no longer than they want to."""
+    def _turn(self, deadline: float, gone: concurrency.Event | None = None) -> Iterator[None]:
+        """One call writes at a time; the others wait no longer than they want to. One that is `gone` by then raises."""
         left = max(deadline - concurrency.now(), 0)
         if not self._writing.acquire(timeout=min(left, concurrency.LONGEST_WAIT)):
             raise TimeoutError("another call of this participant was not done in time")
         try:
+            if gone is not None and gone.is_set():
+                raise TimeoutError("the caller went away")
             yield
         finally:
             self._writing.release()
 
     def _say_again(self, pace: Pace[R, A]) -> None:
         """What was said last, since its answer, or its lease, was lost. Of several calls the last one's ask counts."""
-        with self._turn(pace.deadline):
+        with self._turn(pace.deadline, pace.gone):
             self._insist(partial(self._write, self._within(pace.deadline)), pace.deadline, pace.gone)
 
     def _follow(self, ask: A, deadline: float, gone: concurrency.Event) -> A:
         """Write what the outlook tells to. That the lease is lost shows in the next outlook."""
-        with self._turn(deadline):
+        with self._turn(deadline, gone):
             self._said = said = self._use.stamp(ask)
             with contextlib.suppress(LeaseLost):
                 retry(partial(self._write_as_it_is, self._within(deadline)), UNANSWERED, deadline, gone)
