@@ -14,8 +14,9 @@ from ftcoord import __version__
 from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.commands.jobs import RULE_FLAGS, rules_of
-from ftcoord.config import HIDDEN, EtcdConfig, exposure, listen_address, text
+from ftcoord.config import EtcdConfig, exposure, listen_address, text
 from ftcoord.errors import ConfigError, FtcoordError
+from ftcoord.escaping import HIDDEN
 from ftcoord.files import contents
 from ftcoord.metrics.exporter import host_names
 

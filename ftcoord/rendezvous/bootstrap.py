@@ -8,14 +8,16 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Final
 
 from torch.distributed import TCPStore
 
-from ftcoord.config import Endpoint, EtcdConfig
+from ftcoord.config import EtcdConfig
 from ftcoord.core.rendezvous_records import AnyRound, HeardRound, Round
+from ftcoord.endpoints import Endpoint
+from ftcoord.etcd.rpc.addresses import address_towards, own_addresses
 
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
 _ELSEWHERE: Final = "192.0.2.1"
@@ -34,8 +36,7 @@ def own_address(local_addr: str | None, etcd: EtcdConfig, *, alone: bool = False
     """
     if local_addr:
         return local_addr
-    towards = (_address_towards(one.host, one.port) for one in etcd.endpoints if not one.is_loopback)
-    if (found := next(filter(_is_reachable, towards), None)) is not None:
+    if (found := next(filter(_is_reachable, own_addresses(etcd)), None)) is not None:
         return found
     name = socket.getfqdn()
     resolved = _addresses_of(name)
@@ -100,23 +101,13 @@ def _is_reachable(address: str | None) -> bool:
 
 def _interfaces() -> Iterator[str | None]:
     """The address on the default route; then, on Linux, an IPv4 address of each interface."""
-    yield _address_towards(_ELSEWHERE, 9)
+    yield address_towards(_ELSEWHERE, 9)
     if sys.platform == "linux":
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 with suppress(OSError):  # it has none
                     found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
                     yield socket.inet_ntoa(found[20:24])
-
-
-def _address_towards(host: str, port: int) -> str | None:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with closing(socket.socket(family, kind, protocol)) as probe:
-            probe.connect(address)  # a datagram socket: chooses a route, sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
 
 
 def _addresses_of(name: str) -> list[str]:

@@ -14,9 +14,10 @@ from typing import Final, NamedTuple
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 
 from ftcoord import concurrency
-from ftcoord.config import EtcdConfig, redacted
+from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import NO_ETCD, ConfigError, EtcdError, EtcdUnavailable, WrongEndpoint
+from ftcoord.escaping import redacted
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.logs import show_log_lines
 from ftcoord.metrics.exporter import MetricsAddress

@@ -9,6 +9,7 @@ import pytest
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.rendezvous_records import HeardRound, RollChunk, Round, Seat, head_of
+from ftcoord.etcd.rpc import addresses
 from ftcoord.rendezvous import bootstrap
 from ftcoord.rendezvous.bootstrap import address_trouble, own_address
 
@@ -21,7 +22,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_up(names: Mapping[str, Sequence[str]], ways: Mapping[str, str], *interfaces: str) -> None:
         monkeypatch.setattr(bootstrap.socket, "getfqdn", lambda: "hosta")
         monkeypatch.setattr(bootstrap, "_addresses_of", lambda name: [*names.get(name, ())])
-        monkeypatch.setattr(bootstrap, "_address_towards", lambda host, _port: ways.get(host))
+        for module in (bootstrap, addresses):
+            monkeypatch.setattr(module, "address_towards", lambda host, _port: ways.get(host))
         monkeypatch.setattr(bootstrap, "_interfaces", lambda: iter(interfaces))
 
     return set_up
