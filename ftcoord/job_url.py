@@ -33,13 +33,12 @@ def endpoints_of(scheme: str, place: str) -> str:
     return f"{SRV}{place}" if scheme.endswith("+srv") else place
 
 
-def parse_job_url(key: str, url: str, form: str, is_option: Callable[[str], bool]) -> JobUrl:
+def parse_job_url(key: str, url: str, form: str) -> JobUrl:
     """The parts of a URL. White space around it, and slashes around the name, mean nothing.
 
     Args:
         key: the setting, for errors.
         form: what to write, for errors.
-        is_option: whether the query may have this key. Others are not refused here.
 
     Raises ConfigError.
     """
@@ -62,8 +61,8 @@ def parse_job_url(key: str, url: str, form: str, is_option: Callable[[str], bool
         raise refused(f"the host stands after '//', and a / in the name is written as %2F; {form}")
     if parts.fragment:
         raise refused("write a # in the name as %23")
-    if any(is_option(word) for word in re.findall(r"(\w+)=", parts.path)) or re.search(r"&\w+=", parts.path):
-        raise refused(f"a '?' is missing before its options; {form}, and a = in the name as %3D")
+    if "=" in parts.path:
+        raise refused(f"a '?' is missing before its options, or a = in the name is to be written as %3D; {form}")
     return JobUrl(parts.scheme, parts.netloc, name, _query(refused, parts.query))
 
 

@@ -121,7 +121,7 @@ def parse_address(address: str) -> Job:
     """The job of an address. Raises ConfigError, before any socket is opened."""
     if address.strip().lower().startswith(("http:", "https:")):
         raise ConfigError("address", redacted(address), _LIGHTHOUSE)
-    scheme, place, name, given = parse_job_url("address", address, _FORM, _OPTIONS.__contains__)
+    scheme, place, name, given = parse_job_url("address", address, _FORM)
     if not name:
         raise ConfigError("address", redacted(address), f"it names no job; {_FORM}")
     for key in given:

@@ -9,7 +9,7 @@ from typing import Final
 from ftcoord.config import whole
 from ftcoord.errors import ConfigError
 from ftcoord.job_url import SCHEMES, endpoints_of, parse_job_url
-from ftcoord.rendezvous.settings import RendezvousSettings, is_known
+from ftcoord.rendezvous.settings import RendezvousSettings
 
 NO_LIMIT: Final = 2**31 - 1
 _FORM: Final = "write it as etcd://host:port,host:port/run?world_size=4"
@@ -35,7 +35,7 @@ def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) ->
 
     Raises ConfigError.
     """
-    scheme, place, name, query = parse_job_url("init_method", url, _FORM, lambda word: word in _OWN or is_known(word))
+    scheme, place, name, query = parse_job_url("init_method", url, _FORM)
     world_size = _world("world_size", query["world_size"]) if "world_size" in query else None
     rank = _rank("rank", query["rank"]) if "rank" in query else None
     if rank is not None and (world_size is None or rank >= world_size):

@@ -210,7 +210,9 @@ def test_a_password_and_a_name_for_each_file_reach_it_through_the_pipe() -> None
     """Its working directory is another, so relative paths would mean other files."""
     config = EtcdConfig.load("https://h1:2379", env={}, user="a", password="secret")
     ours = EtcdConfig(config.endpoints, Tls("ca.pem", None, None, None))
+    domain = EtcdConfig.load("https+srv://etcd.example", env={})
     assert config_from(config_raw(config)) == config
+    assert config_from(config_raw(domain)) == domain
     assert config.credentials == Credentials("a", "secret")
     assert config_raw(ours)["tls"][0] == os.path.abspath("ca.pem")
 

@@ -70,6 +70,9 @@ def chain(error: BaseException) -> Iterator[str]:
         (("a", "b,c"), "http://a:2379, http://b:2379, http://c:2379"),
         ("b,a,b:2379,A", "http://b:2379, http://a:2379"),
         ("[::1]:1234", "http://[::1]:1234"),
+        ("fd00:1:2:3:4:5:6:2379", "http://[fd00:1:2:3:4:5:6:2379]:2379"),
+        ("fd00::a", "http://[fd00::a]:2379"),
+        ("fd00::2379", "http://[fd00::2379]:2379"),
         *((same, "http://[::1]:2379") for same in ("[::1]", "::1", "[0:0:0:0:0:0:0:1],::1")),
         ("https://[2001:DB8::1]:5", "https://[2001:db8::1]:5"),
         ("etcd-0.etcd.ns.svc.cluster.local.:2379", "http://etcd-0.etcd.ns.svc.cluster.local.:2379"),
@@ -88,6 +91,7 @@ MALFORMED_ENDPOINTS = [
     *("ftp://a", "unix:///run/etcd.sock", "dns:///a", "http//a", "http:/a"),
     *("a/", "a/path", "http://a/path", "http://a:1//", "http://a?x=1", "http://a#x"),
     *("http://a,https://b", "a,http://b,https://c", "embedded", "embedded,a"),
+    *("a b", "a;b", "a:1 b:2", "a:1;b:2", "a|b", '"a:1"', "'a'", "::1:2379", "fd00::7:2379", "a,fd00::7:1"),
     *("a b", "a;b", "a\nb", "a\0", "-a", "a-.b", "a..b", ".", "a" * 64, ".".join(["a" * 60] * 5), "hôte"),
     *("10.0.0.256", "10.0.1", "1:2:3", "::g", "[::1", "::1]", "[::1]2379", "[::1]:", "[::1]:0", "[::1]:1:2", "[]:1"),
     *("[127.0.0.1]:1", "[host]:1", "fe80::1%eth0", "[fe80::1%25eth0]:1"),
@@ -128,7 +132,21 @@ def test_any_text_is_an_endpoint_list_or_a_config_error(value: str) -> None:
         return
     assert config.endpoints
     for endpoint in config.endpoints:
-        assert load(endpoint.target).endpoints == (endpoint,)
+        assert load(str(endpoint)).endpoints == (endpoint,)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("h1:2379 h2:2379", "endpoints are separated by commas"),
+        ("h1:2379;h2:2379", "endpoints are separated by commas"),
+        ("fd00::7:2379", r"its end may be a port: write \[fd00::7:2379\]:2379 if all of it is the address"),
+        ('"h1:2379"', "it has quotes, which no shell has removed"),
+    ],
+)
+def test_what_is_wrong_with_a_list_is_told(value: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load(value)
 
 
 @given(st.ip_addresses(), st.integers(1, 65535))
