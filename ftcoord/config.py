@@ -358,7 +358,7 @@ def _credentials(given: Mapping[str, _Given], env: Mapping[str, str]) -> Credent
         if password is None:
             return None
         raise ConfigError(password.name, HIDDEN, "a password needs a user; give user or set FTCOORD_USER")
-    etcdctl_user, _, etcdctl_password = env.get("ETCDCTL_USER", "").partition(":")
+    etcdctl_user, _, etcdctl_password = files.bare(env.get("ETCDCTL_USER", "")).partition(":")
     name = etcdctl_user.strip() if user.name == "ETCDCTL_USER" else user.text
     if ":" in name or not name:
         raise ConfigError(user.name, HIDDEN, "give a user name without ':'; the password goes in FTCOORD_PASSWORD")
@@ -375,11 +375,9 @@ def _password(given: _Given, env: Mapping[str, str]) -> str:
         raise ConfigError(given.name, HIDDEN, "FTCOORD_PASSWORD_FILE is set too; unset one of them")
     value = given.value
     if given.name == "FTCOORD_PASSWORD_FILE":
-        try:
-            value = files.contents(given.name, given.text).decode().rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise ConfigError(given.name, given.text, "the file must hold the password as UTF-8 text") from None
-    if not isinstance(value, str) or not value:
+        value = files.secret(given.name, given.text)
+    value = files.bare(value) if isinstance(value, str) else ""
+    if not value:
         raise ConfigError(given.name, HIDDEN, "the password must be a text that is not empty")
     return value
 

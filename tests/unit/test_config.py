@@ -33,6 +33,8 @@ def files(tmp_path: Path) -> dict[str, str]:
         "marked": "\ufeff" + pem("CERTIFICATE"),
         "cut": pem("CERTIFICATE") + pem("CERTIFICATE")[:-30],
         "password": f"{SECRET}\n",
+        "marked_password": f"\ufeff{SECRET}\r\n\r\n",
+        "mark": "\ufeff\n",
         "empty": "",
         "newline": "\n",
         "text": "not a certificate",
@@ -304,6 +306,10 @@ LOGINS: list[tuple[dict[str, str], dict[str, str], tuple[str, str]]] = [
     ({"user": "a"}, {"ETCDCTL_USER": "b:x", "FTCOORD_PASSWORD": "p"}, ("a", "p")),
     ({}, {"FTCOORD_USER": "a", "FTCOORD_PASSWORD_FILE": "password"}, ("a", SECRET)),
     ({}, {"FTCOORD_USER": "a", "FTCOORD_PASSWORD_FILE": "password", "ETCDCTL_PASSWORD": "q"}, ("a", SECRET)),
+    ({}, {"FTCOORD_USER": "a", "FTCOORD_PASSWORD_FILE": "marked_password"}, ("a", SECRET)),
+    *(({"user": "a"}, {name: "\ufeffp\r\n"}, ("a", "p")) for name in ("FTCOORD_PASSWORD", "ETCDCTL_PASSWORD")),
+    ({}, {"ETCDCTL_USER": "\ufeffa:p\n"}, ("a", "p")),
+    ({"user": "a", "password": "p\n"}, {}, ("a", "p")),
     ({"password": "p"}, {"FTCOORD_USER": "a", "FTCOORD_PASSWORD_FILE": "missing"}, ("a", "p")),
 ]
 
@@ -334,11 +340,12 @@ REFUSED_LOGINS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("user", {"user": "", "password": SECRET}, {}),
     ("user", {"user": 5, "password": SECRET}, {}),
     ("password", {"user": "a", "password": ""}, {}),
+    ("FTCOORD_PASSWORD", {"user": "a"}, {"FTCOORD_PASSWORD": "\ufeff\n"}),
     ("password", {"user": "a", "password": SECRET.encode()}, {}),
     ("FTCOORD_PASSWORD", {"user": "a"}, {"FTCOORD_PASSWORD": SECRET, "FTCOORD_PASSWORD_FILE": "password"}),
     *(
         ("FTCOORD_PASSWORD_FILE", {"user": "a"}, {"FTCOORD_PASSWORD_FILE": name})
-        for name in ("missing", "directory", "empty", "newline", "binary")
+        for name in ("missing", "directory", "empty", "newline", "mark", "binary")
     ),
 ]
 

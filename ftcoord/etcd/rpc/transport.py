@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -371,10 +370,10 @@ class _Refusals:
         self._until = 0.0
 
     def heed(self, log_in: Callable[[], str]) -> str:
-        """What `log_in` returns. Raises its errors; EtcdAuthError again until the next attempt is due."""
-        left = self._until - concurrency.now()
-        if left > 0:
-            raise EtcdAuthError(f"{self._last}; the next login is tried in {math.ceil(left)} s")
+        """What `log_in` returns. Raises its errors; the same EtcdAuthError again until the next attempt is due, in the
+        same words, so that loops that retry log it once."""
+        if concurrency.now() < self._until:
+            raise EtcdAuthError(self._last)
         try:
             token = log_in()
         except EtcdAuthError as error:
