@@ -14,12 +14,18 @@ from typing import Final
 
 from torch.distributed import TCPStore
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core.rendezvous_records import AnyRound, HeardRound, Round
 from ftcoord.endpoints import Endpoint
+from ftcoord.errors import ConfigError
 from ftcoord.etcd.rpc.addresses import address_towards, own_addresses
 
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
+NAMED_WITHIN: Final = 10.0
+"""Seconds until a name that does not resolve is refused,"""
+NAME_AGAIN_AFTER: Final = 0.5
+"""and until it is looked up again."""
 _ELSEWHERE: Final = "192.0.2.1"
 """An address that no host has (RFC 5737): the way to it is the default route."""
 _GET_ADDRESS: Final = 0x8915
@@ -44,6 +50,21 @@ def own_address(local_addr: str | None, etcd: EtcdConfig, *, alone: bool = False
         return name
     found = None if alone else next(filter(_is_reachable, _interfaces()), None)
     return found or (name if resolved else "127.0.0.1")
+
+
+def check_local_addr(local_addr: str | None) -> None:
+    """Raises ConfigError for a name that this host cannot resolve: the workers beside rank 0 connect to it, too.
+
+    The name of a new pod may come into DNS some seconds after its start.
+    """
+    if local_addr is None or _is_ip(local_addr):
+        return
+    deadline = concurrency.now() + NAMED_WITHIN
+    while not _addresses_of(local_addr):
+        if concurrency.now() > deadline:
+            allowed = "it does not resolve on this host; give a DNS name or address that all nodes know (--local-addr)"
+            raise ConfigError("local_addr", local_addr, allowed)
+        concurrency.sleep(NAME_AGAIN_AFTER)
 
 
 def address_trouble(round_: AnyRound, host: str, address: str) -> str:
@@ -114,7 +135,7 @@ def _addresses_of(name: str) -> list[str]:
     """What a name resolves to; empty if it does not."""
     try:
         return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None)))
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for a label that is empty or too long
         return []
 
 

@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from ftcoord.config import EtcdConfig
 from ftcoord.job_url import SCHEMES
+from ftcoord.rendezvous.bootstrap import check_local_addr
 from ftcoord.rendezvous.create import connect
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 from ftcoord.rendezvous.url import parse_url
@@ -59,6 +60,7 @@ def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Ite
     """Yield one world. Raises ConfigError before any socket is opened, and what `next_rendezvous` raises."""
     asked = parse_url(url, timeout.total_seconds())
     assert asked.settings.etcd is not None
+    check_local_addr(asked.settings.local_addr)
     run = (asked.settings.etcd, asked.settings.prefix)
     if before := _here.pop(run, None):
         before.leave()
