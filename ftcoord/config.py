@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MAX_SECONDS = 1e9  # about 31 years; larger numbers overflow the interpreter's own waits
 
+ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _DISCOVERY = "ETCDCTL_DISCOVERY_SRV"
 
 # Setting -> the variables that may hold it, the first that is set wins. An empty variable counts as unset.
@@ -113,6 +114,14 @@ def choice(*names: str) -> Callable[[str, object], str]:
         return word
 
     return parse
+
+
+def switch(key: str, value: object) -> bool:
+    """A parser for what is on or off: 1 or 0, and words for them in any case. Raises ConfigError."""
+    word = str(value).strip().lower() if isinstance(value, (str, int)) else ""
+    if word not in (*ON, *OFF):
+        raise ConfigError(key, redacted(value), f"choose {' or '.join((*ON, *OFF))}")
+    return word in ON
 
 
 def whole(low: int, high: int, why: str = "") -> Callable[[str, object], int]:

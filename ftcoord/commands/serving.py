@@ -17,7 +17,7 @@ from ftcoord import concurrency
 from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.commands.paging import HOST_NAMES_FLAG, about_page, host_names_of, page_serving, token_of, warn_of
-from ftcoord.config import listen_address, text, whole
+from ftcoord.config import listen_address, switch, text, whole
 from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError, EtcdError
@@ -61,9 +61,7 @@ _SERVER_FLAGS: Final = (
         None,
         "FOLDER",
     ),
-    Flag(
-        "--no-login", "FTCOORD_SERVER_NO_LOGIN", "let all users of this host, and all who reach it, in", whole(0, 1), 0
-    ),
+    Flag("--no-login", "FTCOORD_SERVER_NO_LOGIN", "let all users of this host, and all who reach it, in", switch, 0),
 )
 _METRICS_FLAGS: Final = (
     Flag("--metrics-host", "FTCOORD_METRICS_HOST", "the address to serve metrics on", listening_host, LOOPBACK, "HOST"),
@@ -109,7 +107,7 @@ _GATEWAY_FLAGS: Final = (
         "--page-host", "FTCOORD_GATEWAY_PAGE_HOST", "the address for that dashboard", listening_host, LOOPBACK, "HOST"
     ),
     HOST_NAMES_FLAG,
-    Flag("--allow-kill", "FTCOORD_GATEWAY_ALLOW_KILL", "let torchft's kill path work without a token", whole(0, 1), 0),
+    Flag("--allow-kill", "FTCOORD_GATEWAY_ALLOW_KILL", "let torchft's kill path work without a token", switch, 0),
 )
 
 
@@ -233,7 +231,7 @@ def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextMa
 
     Raises ConfigError, and FtcoordError without the extra that it needs, before any socket is opened.
     """
-    allow_kill = bool(options.allow_kill)
+    allow_kill = options.allow_kill
     if options.page_port is None:
         if allow_kill:
             raise ConfigError("--allow-kill", "1", "give --page-port too: it is that page which takes torchft's kill")

@@ -134,8 +134,9 @@ def test_where_both_are_killed_the_lease_ends_by_time(etcd: EtcdServer, client: 
         assert victim.await_end() == ""
 
 
-def test_it_can_be_switched_off(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
-    with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL, FTCOORD_SENTINEL="0") as victim:
+@pytest.mark.parametrize("word", ["0", "false", "No", " off "])
+def test_it_can_be_switched_off(etcd: EtcdServer, client: EtcdClient, prefix: str, word: str) -> None:
+    with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL, FTCOORD_SENTINEL=word) as victim:
         assert victim.sentinel == 0
         os.kill(victim.pid, signal.SIGKILL)
         assert victim.await_end() == ""
