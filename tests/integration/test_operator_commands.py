@@ -487,3 +487,29 @@ def test_a_reader_that_has_seen_enough_is_no_error(etcd: EtcdServer) -> None:
         process.stdout.close()
         assert process.wait(DEADLINE) == 1
         assert process.stderr.read() == ""
+
+
+FULL = "ftcoord: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "code", "told"),
+    [
+        (("doctor", "--endpoints", "ETCD"), ">/dev/full", 1, FULL),
+        (("ls", "--endpoints", "ETCD"), ">/dev/full", 1, FULL),
+        (("completion", "bash"), ">/dev/full", 1, FULL),
+        (("ls", "--help"), ">/dev/full", 0, ""),
+        (("ls", "--endpoints", "ETCD"), ">&-", 0, ""),
+        (("ls", "--endpoints", "ETCD"), "<&- >&- 2>&-", 0, ""),
+        (("ls", "--output", "xml"), "2>/dev/full", 2, ""),
+        (("evict", "nobody", "--endpoints", "ETCD"), "<&- 2>/dev/full", 2, ""),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_traceback(
+    etcd: EtcdServer, arguments: tuple[str, ...], redirection: str, code: int, told: str
+) -> None:
+    """A disk is full, or a service manager has closed it."""
+    command = [sys.executable, "-m", "ftcoord.cli", *(etcd.get_endpoint() if it == "ETCD" else it for it in arguments)]
+    shell = ["sh", "-c", f'"$@" {redirection}', "sh", *command]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=DEADLINE)
+    assert (done.returncode, done.stderr) == (code, told)
