@@ -15,7 +15,7 @@ def get_handler() -> Any:
 
     With FTCOORD_REPLACE_LEGACY=1 in the environment, `etcd` and `etcd-v2` become names of it too.
     """
-    if os.environ.get("FTCOORD_REPLACE_LEGACY") == "1":
+    if os.environ.get("FTCOORD_REPLACE_LEGACY", "").strip().lower() in ("1", "true", "yes", "on"):
         from ftcoord.rendezvous.legacy import install_legacy_names
 
         install_legacy_names()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Final, TextIO
 
@@ -36,10 +38,29 @@ EXIT_CODES: Final = (
 )
 
 
+_NO_MORE: Final = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+"""The errors of an output that takes nothing more: who read it has ended, as `head` does, or a disk is full."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
+    _replace_what_is_closed()
     _replace_what_lacks(sys.stdout, sys.stderr)
-    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()  # here, since Python itself would show a traceback
+    except OSError as error:
+        if error.errno not in _NO_MORE or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            _complain(f"the output cannot be written: {error.strerror}")
+        return NOT_DONE
+
+
+def _run(given: Sequence[str]) -> int:
     if not given:
         _parser().print_help()
         return HEALTHY
@@ -48,20 +69,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resolve(options)
         return int(options.run(options))
     except ConfigError as error:
-        return _complain(error, WRONG_USE)
+        _complain(error)
+        return WRONG_USE
     except (EtcdUnavailable, OutcomeUnknown) as error:
-        code = _complain(error, UNREACHABLE)
+        _complain(error)
         if not str(error).startswith(NO_ETCD):
-            print("ftcoord: is etcd there? --endpoints or FTCOORD_ENDPOINTS says where it is", file=sys.stderr)
-        return code
+            _complain("is etcd there? --endpoints or FTCOORD_ENDPOINTS says where it is")
+        return UNREACHABLE
     except FtcoordError as error:
-        return _complain(error, NOT_DONE)
-    except BrokenPipeError:  # whoever read it has heard enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _complain(error)
         return NOT_DONE
     except KeyboardInterrupt:
-        print("ftcoord: interrupted; everything it started has ended", file=sys.stderr)
+        _complain("interrupted; everything it started has ended")
         return INTERRUPTED
+
+
+def _replace_what_is_closed() -> None:
+    """A command does its work though nobody can read its output, or ask for it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 open until the process ends
 
 
 def _replace_what_lacks(*streams: TextIO) -> None:
@@ -72,9 +99,9 @@ def _replace_what_lacks(*streams: TextIO) -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _complain(error: FtcoordError, code: int) -> int:
-    print(f"ftcoord: {error}", file=sys.stderr)
-    return code
+def _complain(problem: object) -> None:
+    with suppress(OSError):  # the exit code tells of it, too
+        print(f"ftcoord: {problem}", file=sys.stderr)
 
 
 def _parser(command: str = "") -> argparse.ArgumentParser:

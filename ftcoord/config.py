@@ -7,27 +7,27 @@ variable that it came from. Files are opened to check that they can be read; nam
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import unquote
 
 from ftcoord import files
+from ftcoord.endpoints import ENDPOINT_FORM, SRV, Endpoint, parse_endpoints, parse_host
 from ftcoord.errors import ConfigError
+from ftcoord.escaping import HIDDEN, redacted
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PORT = 2379
-EMBEDDED = "embedded"
-HIDDEN = "***"
 MAX_SECONDS = 1e9  # about 31 years; larger numbers overflow the interpreter's own waits
+
+ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_DISCOVERY = "ETCDCTL_DISCOVERY_SRV"
 
 # Setting -> the variables that may hold it, the first that is set wins. An empty variable counts as unset.
 _VARIABLES: Mapping[str, tuple[str, ...]] = {
-    "endpoints": ("FTCOORD_ENDPOINTS", "ETCDCTL_ENDPOINTS"),
+    "endpoints": ("FTCOORD_ENDPOINTS", _DISCOVERY, "ETCDCTL_ENDPOINTS"),  # etcdctl prefers that, too
     "ca_cert": ("FTCOORD_CA_CERT", "ETCDCTL_CACERT"),
     "cert": ("FTCOORD_CERT", "ETCDCTL_CERT"),
     "key": ("FTCOORD_KEY", "ETCDCTL_KEY"),
@@ -37,23 +37,8 @@ _VARIABLES: Mapping[str, tuple[str, ...]] = {
     "request_timeout": ("FTCOORD_REQUEST_TIMEOUT",),
 }
 
-_ENDPOINT_FORM = "host, host:port or http(s)://host:port, separated by commas; IPv6 with a port as [::1]:2379"
-_URL = re.compile(r"(?:(?P<scheme>[^:/?#]*)://)?(?P<address>[^/?#]*)(?P<rest>.*)", re.DOTALL)
-_ADDRESS = re.compile(r"(?:\[(?P<v6>[^][]*:[^][]*)\]|(?P<name>[^][:]*))(?::(?P<port>[^:]*))?|(?P<bare_v6>[^][]*)")
-_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_DNS_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 _SERVICE_LINK = re.compile(r"(?:tcp|udp|sctp)://[^/]+:[0-9]+")
 _NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-
-
-def redacted(value: object) -> object:
-    """`value` as an error may show it: no user info, no URL query, no key material, no containers."""
-    if not isinstance(value, str):
-        return value if value is None or isinstance(value, (bool, int, float)) else f"<{type(value).__name__}>"
-    if "-----BEGIN" in value:
-        return HIDDEN
-    _, at, rest = value.rpartition("@")
-    return re.sub(r"([?#]).*", rf"\1{HIDDEN}", HIDDEN + at + rest if at else rest, flags=re.DOTALL)
 
 
 def without_etcd(env: Mapping[str, str]) -> dict[str, str]:
@@ -78,11 +63,6 @@ def variable(env: Mapping[str, str], name: str) -> str:
         )
         return ""
     return value
-
-
-def url_name(path: str) -> str:
-    """The job or run that a URL's path names, percent-encoded there; a slash at the end means nothing."""
-    return unquote(path.removeprefix("/").rstrip("/"))
 
 
 def key_path(key: str, value: object) -> str:
@@ -136,6 +116,14 @@ def choice(*names: str) -> Callable[[str, object], str]:
     return parse
 
 
+def switch(key: str, value: object) -> bool:
+    """A parser for what is on or off: 1 or 0, and words for them in any case. Raises ConfigError."""
+    word = str(value).strip().lower() if isinstance(value, (str, int)) else ""
+    if word not in (*ON, *OFF):
+        raise ConfigError(key, redacted(value), f"choose {' or '.join((*ON, *OFF))}")
+    return word in ON
+
+
 def whole(low: int, high: int, why: str = "") -> Callable[[str, object], int]:
     """A parser for whole numbers from `low` to `high`, as numbers or as text; `why` goes into its error."""
 
@@ -158,52 +146,12 @@ def _number(value: object) -> int | float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def parse_host(host: str) -> str | None:
-    """A DNS name (ASCII) or IP address in its canonical spelling; None when it is neither, or has an IPv6 zone."""
-    if "%" in host:
-        return None
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        last_label = host.rstrip(".").rpartition(".")[2]
-        if last_label.isdigit() or len(host) > 253 or not _DNS_NAME.fullmatch(host):
-            return None  # no domain ends in digits only: this is a mistyped IPv4 address, or a port
-        return host.lower()
-
-
 def listen_address(key: str, value: object) -> tuple[str, int]:
     """Where to listen; port 0 takes a free one. Raises ConfigError."""
     host, _, port = text(key, value).rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(key, value, "write it as 127.0.0.1:29510 or [::]:29510")
     return host, int(port)
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One etcd member: `host` is a DNS name or an IP address (IPv6 without brackets), `port` 1 to 65535."""
-
-    host: str
-    port: int = DEFAULT_PORT
-
-    @property
-    def target(self) -> str:
-        """``host:port`` as gRPC takes it, IPv6 in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether it is this machine's loopback: 127.0.0.0/8, ::1, localhost. Names are not resolved."""
-        try:
-            address = ipaddress.ip_address(self.host)
-        except ValueError:
-            name = self.host.rstrip(".").lower()
-            return name == "localhost" or name.endswith(".localhost")
-        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-        return (mapped or address).is_loopback
-
-    def __str__(self) -> str:
-        return self.target
 
 
 def exposure(host: str, what: str) -> str:
@@ -297,7 +245,7 @@ class EtcdConfig:
             "request_timeout": request_timeout,
         }
         given = _collect(arguments, names or {}, variables)
-        addresses, by_scheme = _endpoints(given.get("endpoints"))
+        addresses, by_scheme = _endpoints(given.get("endpoints"), variables)
         if secure is not None and by_scheme is not None and secure != by_scheme:
             protocol = (names or {}).get("secure", "secure")
             allowed = f"the endpoints say {_scheme(by_scheme)}://; leave {protocol} out or change them"
@@ -320,7 +268,7 @@ class EtcdConfig:
 
     def describe(self) -> str:
         """The endpoints as URLs, for messages to people; no secrets, no user."""
-        return ", ".join(f"{_scheme(self.tls is not None)}://{endpoint}" for endpoint in self.endpoints)
+        return ", ".join(endpoint.url(self.tls is not None) for endpoint in self.endpoints)
 
     def __str__(self) -> str:
         return self.describe()
@@ -358,59 +306,18 @@ def _joined(endpoints: object, names: Mapping[str, str]) -> str | None:
         return endpoints if endpoints and endpoints.strip() else None
     if isinstance(endpoints, Sequence) and endpoints and all(isinstance(item, str) for item in endpoints):
         return ",".join(endpoints)
-    raise ConfigError(names.get("endpoints", "endpoints"), redacted(endpoints), _ENDPOINT_FORM)
+    raise ConfigError(names.get("endpoints", "endpoints"), redacted(endpoints), ENDPOINT_FORM)
 
 
-def _endpoints(given: _Given | None) -> tuple[tuple[Endpoint, ...], bool | None]:
-    """The endpoints in the order given, each once; and whether their schemes ask for TLS (None: no scheme at all)."""
+def _endpoints(given: _Given | None, env: Mapping[str, str]) -> tuple[tuple[Endpoint, ...], bool | None]:
     if given is None:
         return (Endpoint("127.0.0.1"),), None
-    name, value = given.name, str(given.value)
-    if "@" in value:  # looked for in the whole list: a password may hold the comma that separates endpoints
-        login = "user and FTCOORD_PASSWORD or FTCOORD_PASSWORD_FILE"
-        raise ConfigError(name, redacted(value), f"no user or password in an endpoint; give them as {login}")
-    parsed = [_endpoint(name, item.strip()) for item in value.split(",")]
-    schemes = {scheme for scheme, _ in parsed if scheme}
-    if len(schemes) > 1:
-        raise ConfigError(name, redacted(value), "http:// and https:// cannot be mixed; use one for all endpoints")
-    return tuple(dict.fromkeys(endpoint for _, endpoint in parsed)), schemes == {"https"} if schemes else None
-
-
-def _endpoint(name: str, item: str) -> tuple[str, Endpoint]:
-    def refused(why: str) -> ConfigError:
-        return ConfigError(name, redacted(_without_odd_port(item)), f"{why}; expected {_ENDPOINT_FORM}")
-
-    url = _URL.fullmatch(item)
-    if not item or url is None:
-        raise refused("an endpoint is empty")
-    scheme = url["scheme"]
-    if scheme is not None and scheme.lower() not in ("http", "https"):
-        raise refused("the scheme is neither http nor https")
-    if url["rest"] and (url["rest"] != "/" or scheme is None):
-        raise refused("an endpoint has no path and no query")
-    if item.lower() == EMBEDDED:
-        raise refused("'embedded' starts an etcd, and only as the whole of torchrun's --rdzv-endpoint")
-    address = _ADDRESS.fullmatch(url["address"])
-    host = parse_host(address["v6"] or address["name"] or address["bare_v6"] or "") if address else None
-    if address is None or host is None:
-        raise refused("the host is neither a DNS name nor an IP address")
-    return (scheme or "").lower(), Endpoint(host, _port(address["port"], refused))
-
-
-def _without_odd_port(item: str) -> str:
-    """An endpoint as an error may show it: what follows the host may be a password, unless it is a number."""
-    scheme, slashes, rest = item.rpartition("://")
-    host, colon, port = rest.partition("]:") if rest.startswith("[") else rest.partition(":")
-    is_harmless = re.fullmatch("[0-9]{0,5}", port) or re.fullmatch("[0-9a-fA-F:.]*:[0-9a-fA-F:.]*", port)
-    return item if is_harmless else f"{scheme}{slashes}{host}{colon}{HIDDEN}"
-
-
-def _port(port: str | None, refused: Callable[[str], ConfigError]) -> int:
-    if port is None:
-        return DEFAULT_PORT
-    if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
-        raise refused("the port is not a number from 1 to 65535")
-    return int(port)
+    if given.name != _DISCOVERY:
+        return parse_endpoints(given.name, str(given.value))
+    if env.get(f"{_DISCOVERY}_NAME", "").strip():
+        allowed = "services with a name are not looked up: unset it, or list the members in FTCOORD_ENDPOINTS"
+        raise ConfigError(f"{_DISCOVERY}_NAME", redacted(env[f"{_DISCOVERY}_NAME"]), allowed)
+    return parse_endpoints(given.name, f"{SRV}{given.text}")
 
 
 def _tls(given: Mapping[str, _Given], secure: bool | None) -> Tls | None:
@@ -460,7 +367,7 @@ def _credentials(given: Mapping[str, _Given], env: Mapping[str, str]) -> Credent
         if password is None:
             return None
         raise ConfigError(password.name, HIDDEN, "a password needs a user; give user or set FTCOORD_USER")
-    etcdctl_user, _, etcdctl_password = env.get("ETCDCTL_USER", "").partition(":")
+    etcdctl_user, _, etcdctl_password = files.bare(env.get("ETCDCTL_USER", "")).partition(":")
     name = etcdctl_user.strip() if user.name == "ETCDCTL_USER" else user.text
     if ":" in name or not name:
         raise ConfigError(user.name, HIDDEN, "give a user name without ':'; the password goes in FTCOORD_PASSWORD")
@@ -477,11 +384,9 @@ def _password(given: _Given, env: Mapping[str, str]) -> str:
         raise ConfigError(given.name, HIDDEN, "FTCOORD_PASSWORD_FILE is set too; unset one of them")
     value = given.value
     if given.name == "FTCOORD_PASSWORD_FILE":
-        try:
-            value = files.contents(given.name, given.text).decode().rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise ConfigError(given.name, given.text, "the file must hold the password as UTF-8 text") from None
-    if not isinstance(value, str) or not value:
+        value = files.secret(given.name, given.text)
+    value = files.bare(value) if isinstance(value, str) else ""
+    if not value:
         raise ConfigError(given.name, HIDDEN, "the password must be a text that is not empty")
     return value
 

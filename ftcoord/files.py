@@ -32,6 +32,19 @@ def contents(name: str, path: str) -> bytes:
         raise ConfigError(name, path, "this is not the path of a file") from None
 
 
+def secret(name: str, path: str) -> str:
+    """A password or token from a file, without what editors and shells write around it. Raises ConfigError."""
+    try:
+        return bare(contents(name, path).decode())
+    except UnicodeDecodeError:
+        raise ConfigError(name, path, "the file must hold it as UTF-8 text") from None
+
+
+def bare(text: str) -> str:
+    """A text without a byte order mark and without line ends after it."""
+    return text.removeprefix("\ufeff").rstrip("\r\n")
+
+
 def pem(name: str, path: str, kind: str) -> bytes:
     """The contents of a PEM file, which must be complete, with at least one `kind` in it. Raises ConfigError."""
     found = contents(name, path)

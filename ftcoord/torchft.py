@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, Final, NoReturn
 
 from ftcoord import coordination
-from ftcoord.errors import ConfigError
+from ftcoord.config import switch
 
 NATIVE: Final = "torchft._torchft"
 LIGHTHOUSE: Final = "TORCHFT_LIGHTHOUSE"
@@ -53,9 +53,7 @@ def install() -> None:
 
     Raises ImportError if torchft was imported before, with its own classes; and ConfigError.
     """
-    proactive = os.environ.get(PROACTIVE) or "0"
-    if proactive not in ("0", "1"):
-        raise ConfigError(PROACTIVE, proactive, "set it to 1 to abort collectives when a peer is lost, or to 0")
+    proactive = switch(PROACTIVE, os.environ.get(PROACTIVE, "").strip() or "0")
     if NATIVE in sys.modules and not hasattr(sys.modules[NATIVE], "__ftcoord__"):
         raise ImportError("torchft is imported already, with its own coordination: import ftcoord.torchft before it")
     module = ModuleType(NATIVE, __doc__)
@@ -64,7 +62,7 @@ def install() -> None:
     vars(module).update(lighthouse_main=lighthouse_main, __ftcoord__=True)
     sys.modules[NATIVE] = module
     _install_in_children()
-    if proactive == "1":
+    if proactive:
         manager = importlib.import_module("ftcoord.proactive").Manager  # which needs torchft, and that the module above
         for name in ("torchft", "torchft.manager"):
             setattr(importlib.import_module(name), "Manager", manager)  # noqa: B010

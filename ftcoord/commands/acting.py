@@ -14,7 +14,7 @@ from ftcoord.commands.codes import DONE, NOT_DONE
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, YES_FLAG, Flag, add, etcd_config
 from ftcoord.commands.jobs import add_job, client_of, terminal_of
 from ftcoord.commands.output import Terminal
-from ftcoord.config import full_text, seconds, whole
+from ftcoord.config import full_text, seconds, switch
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import neutral
 from ftcoord.operator.told import Done
@@ -24,7 +24,7 @@ COMMON: Final = (*ETCD_FLAGS, KEYS_FLAG, YES_FLAG, *OUTPUT_FLAGS)
 _REASON: Final = Flag(
     "--reason", "FTCOORD_REASON", "the reason, recorded for those who read about it later", full_text, None, "TEXT"
 )
-_FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "drain even if too few nodes stay for a round", whole(0, 1), 0)
+_FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "drain even if too few nodes stay for a round", switch, 0)
 _WAIT: Final = Flag("--wait", "FTCOORD_KILL_WAIT", "seconds to wait for the manager to obey", seconds, 10.0, "SECONDS")
 
 
@@ -93,7 +93,7 @@ def _drain(options: argparse.Namespace) -> int:
     job, name = full_text("JOB", options.job), full_text("NODE", options.node)
     terminal, reason = terminal_of(options), because(f"was drained by {who()}", options.reason)
     with client_of(options) as etcd:
-        force, timeout = bool(options.force), etcd.config.request_timeout
+        force, timeout = options.force, etcd.config.request_timeout
         leaver = find_leavers(etcd, options.key_prefix, job, name, force=force)[0]
         _ask(options, [f"have {leaver.node} on {leaver.host} leave {job!r}"])
         # By its node: others may have gone, and a round may have begun, while somebody thought about it.

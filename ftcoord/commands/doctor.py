@@ -28,11 +28,12 @@ def add_commands(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    from ftcoord.etcd.rpc.addresses import discovered
     from ftcoord.operator.examining import examine
     from ftcoord.operator.findings import findings
 
     terminal = terminal_of(options)
-    facts = examine(etcd_config(options), options.key_prefix)
+    facts = examine(discovered(etcd_config(options)), options.key_prefix)
     found = findings(facts)
     terminal.tell(found, _lines(found, terminal))
     if all(one.status is None for one in facts.endpoints):

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ftcoord.commands.output import COLOURS, FORMATS
-from ftcoord.config import EtcdConfig, choice, key_path, seconds, text, variable, whole
+from ftcoord.config import EtcdConfig, choice, key_path, seconds, switch, text, variable
 from ftcoord.core.layout import KEY_PREFIX
 
 Parse = Callable[[str, object], Any]
-
-YES: Final = whole(0, 1, ", to do it without being asked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ OUTPUT_FLAGS: Final = (
     Flag("--output", "FTCOORD_OUTPUT", "the output format", choice(*FORMATS), "table", "FORMAT", FORMATS, "-o"),
     Flag("--color", "FTCOORD_COLOR", "whether to use colours", choice(*COLOURS), "auto", "WHEN", COLOURS),
 )
-YES_FLAG: Final = Flag("--yes", "FTCOORD_YES", "do not ask for confirmation", YES, 0, short="-y")
+YES_FLAG: Final = Flag("--yes", "FTCOORD_YES", "do not ask for confirmation", switch, 0, short="-y")
 
 
 def add(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:

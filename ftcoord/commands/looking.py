@@ -13,7 +13,7 @@ from ftcoord.commands.codes import HEALTHY, UNHEALTHY
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, Flag, add
 from ftcoord.commands.jobs import RULE_FLAGS, add_job, client_of, rules_of, terminal_of
 from ftcoord.commands.output import Terminal, clock
-from ftcoord.config import full_text, whole
+from ftcoord.config import full_text, switch
 from ftcoord.core.rendezvous_records import FAILED
 from ftcoord.core.round_history import counted, spanned
 from ftcoord.escaping import neutral
@@ -27,7 +27,7 @@ ROWS: Final = 50
 request."""
 
 ALL_FLAG: Final = Flag(
-    "--all", "FTCOORD_ALL", "show all members and their leases; takes a request for each lease", whole(0, 1), 0
+    "--all", "FTCOORD_ALL", "show all members and their leases; takes a request for each lease", switch, 0
 )
 
 _NEXT: Final = {"wait": "waits", "publish": "is due", "withheld": "is withheld"}

@@ -14,9 +14,10 @@ from ftcoord import __version__
 from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.commands.jobs import RULE_FLAGS, rules_of
-from ftcoord.config import HIDDEN, EtcdConfig, exposure, listen_address, text
+from ftcoord.config import EtcdConfig, exposure, listen_address, text
 from ftcoord.errors import ConfigError, FtcoordError
-from ftcoord.files import contents
+from ftcoord.escaping import HIDDEN
+from ftcoord.files import secret
 from ftcoord.metrics.exporter import host_names
 
 HOST_NAMES_FLAG: Final = Flag(
@@ -102,7 +103,7 @@ def token_of(env: Mapping[str, str]) -> str:
         raise ConfigError(TOKEN, HIDDEN, f"{TOKEN_FILE} is set too; unset one of them")
     if not path:
         return _checked(TOKEN, token)
-    found = contents(TOKEN_FILE, path).decode(errors="replace").strip()
+    found = secret(TOKEN_FILE, path).strip()
     if not found:
         raise ConfigError(TOKEN_FILE, path, "the file must hold the token")
     return _checked(TOKEN_FILE, found)

@@ -17,8 +17,9 @@ from ftcoord import concurrency
 from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.commands.paging import HOST_NAMES_FLAG, about_page, host_names_of, page_serving, token_of, warn_of
-from ftcoord.config import Endpoint, listen_address, text, whole
+from ftcoord.config import listen_address, switch, text, whole
 from ftcoord.core.layout import KEY_PREFIX
+from ftcoord.endpoints import Endpoint
 from ftcoord.errors import EtcdError
 from ftcoord.logs import show_if_asked, show_log_lines
 from ftcoord.metrics.exporter import (
@@ -60,9 +61,7 @@ _SERVER_FLAGS: Final = (
         None,
         "FOLDER",
     ),
-    Flag(
-        "--no-login", "FTCOORD_SERVER_NO_LOGIN", "let all users of this host, and all who reach it, in", whole(0, 1), 0
-    ),
+    Flag("--no-login", "FTCOORD_SERVER_NO_LOGIN", "let all users of this host, and all who reach it, in", switch, 0),
 )
 _METRICS_FLAGS: Final = (
     Flag("--metrics-host", "FTCOORD_METRICS_HOST", "the address to serve metrics on", listening_host, LOOPBACK, "HOST"),

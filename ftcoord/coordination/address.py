@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from ipaddress import ip_address
 from typing import Any, Final
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
-from ftcoord.config import HIDDEN, EtcdConfig, redacted, url_name, whole
+from ftcoord.config import EtcdConfig, whole
 from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import KEY_PREFIX, quorum_prefix
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.errors import ConfigError
+from ftcoord.escaping import HIDDEN, redacted
+from ftcoord.job_url import SCHEMES, endpoints_of, parse_job_url
 
-SCHEMES: Final[dict[str, bool | None]] = {"etcd": None, "etcds": True}
 DAY_MS: Final = 24 * 3600 * 1000
 _FORM: Final = "write it as etcd://host:port,host:port/job?min_replicas=2"
 _LIGHTHOUSE: Final = (
@@ -33,8 +34,9 @@ class Job:
     """A job, its etcd and its rules. Times are in milliseconds, as in torchft's command line.
 
     Args:
-        scheme: etcd, or etcds for TLS.
-        endpoints: a comma-separated list; empty takes FTCOORD_ENDPOINTS, ETCDCTL_ENDPOINTS or 127.0.0.1:2379.
+        scheme: etcd, or etcds for TLS; with +srv for members that DNS names.
+        endpoints: a comma-separated list, or with +srv a domain; empty takes those of the environment, or
+            127.0.0.1:2379.
         name: the job's name; its keys are below `/ftcoord/v1/<name>/quorum`.
         min_replicas: the fewest replicas that form a quorum.
         join_timeout_ms: how long a quorum waits for replicas that are alive but do not ask.
@@ -73,12 +75,14 @@ class Job:
 
     def config(self, env: Mapping[str, str] | None = None) -> EtcdConfig:
         """How to reach the job's etcd. User, password and TLS files come from the environment. Raises ConfigError."""
-        return EtcdConfig.load(self.endpoints or None, secure=SCHEMES[self.scheme], env=env)
+        return EtcdConfig.load(endpoints_of(self.scheme, self.endpoints), secure=SCHEMES[self.scheme], env=env)
 
     def at(self, config: EtcdConfig) -> Job:
         """The same job, with its etcd's endpoints in the address."""
         scheme = "etcds" if config.tls else "etcd"
-        return replace(self, scheme=scheme, endpoints=",".join(map(str, config.endpoints)))
+        if config.endpoints[0].is_srv:
+            scheme += "+srv"
+        return replace(self, scheme=scheme, endpoints=",".join(one.target for one in config.endpoints))
 
     def __str__(self) -> str:
         query = {name: getattr(self, name) for name in _OPTIONS}
@@ -115,29 +119,17 @@ def fresh_name() -> str:
 
 def parse_address(address: str) -> Job:
     """The job of an address. Raises ConfigError, before any socket is opened."""
-    parts = urlsplit(address)
-    if parts.scheme not in SCHEMES:
-        hint = _LIGHTHOUSE if parts.scheme in ("http", "https") else _FORM
-        raise ConfigError("address", redacted(address), hint)
-    if parts.fragment:
-        raise ConfigError("address", redacted(address), "write a # in the job's name as %23")
-    name = url_name(parts.path)
+    if address.strip().lower().startswith(("http:", "https:")):
+        raise ConfigError("address", redacted(address), _LIGHTHOUSE)
+    scheme, place, name, given = parse_job_url("address", address, _FORM)
     if not name:
         raise ConfigError("address", redacted(address), f"it names no job; {_FORM}")
-    try:
-        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    except ValueError:
-        raise ConfigError("address", redacted(address), "write its query as key=value&key=value") from None
-    given = dict(pairs)
-    for key, value in pairs:
-        if value != given[key]:
-            raise ConfigError(key, HIDDEN, "it is given twice; give it once")
     for key in given:
         if key not in _OPTIONS:
             close = get_close_matches(key, _OPTIONS, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise ConfigError(key, HIDDEN, f"{hint}An address takes {', '.join(_OPTIONS)}")
     options = {key: _OPTIONS[key](key, value) for key, value in given.items()}
-    job = Job(parts.scheme, parts.netloc, name, **options)
+    job = Job(scheme, place, name, **options)
     job.config()
     return job

@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from typing import Final
 
 from ftcoord.coordination.address import Job
+from ftcoord.etcd.rpc.addresses import own_addresses
 
 log = logging.getLogger(__name__)
 
@@ -69,21 +70,8 @@ def _is_own(address: str) -> bool:
 
 def _address_towards_etcd(job: Job) -> str:
     """The address from which this host reaches etcd; empty if that is on loopback."""
-    for endpoint in job.config().endpoints:
-        if endpoint.is_loopback:
-            continue
-        try:
-            family, kind, protocol, _, place = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)[
-                0
-            ]
-            with closing(socket.socket(family, kind, protocol)) as probe:
-                probe.connect(place)  # a datagram socket: chooses a route, sends nothing
-                found = str(probe.getsockname()[0])
-        except OSError:
-            continue
-        if not ip_address(found.partition("%")[0]).is_loopback:
-            return found
-    return ""
+    found = own_addresses(job.config())
+    return next((one for one in found if not ip_address(one.partition("%")[0]).is_loopback), "")
 
 
 def in_url(host: str) -> str:

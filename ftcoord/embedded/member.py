@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from ftcoord import concurrency
-from ftcoord.config import Credentials, Endpoint, EtcdConfig
+from ftcoord.config import Credentials, EtcdConfig
 from ftcoord.embedded.binary import COMMIT_WHOLE, find_etcd, loses_writes
 from ftcoord.embedded.ports import LOOPBACK, PortLost, ReservedPort, join, listen_address, local_address
 from ftcoord.embedded.process import SupervisedProcess
+from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError, EtcdError, ServerError
 from ftcoord.etcd.release import EMBEDDED_NAMES
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 from ftcoord import __version__, concurrency, files
 from ftcoord.closing import Closing
-from ftcoord.config import exposure, parse_host, redacted, text, variable, whole
+from ftcoord.config import exposure, text, variable, whole
+from ftcoord.endpoints import parse_host
 from ftcoord.errors import ConfigError, ServerError, ThreadNotStarted
+from ftcoord.escaping import redacted
 from ftcoord.fork import OwnerProcess
 from ftcoord.metrics.http import MOST_SCRAPERS, HttpServer, is_allowed_host
 from ftcoord.metrics.process import SERIES

@@ -29,6 +29,8 @@ MOST_BEHIND: Final = 8
 MOST_CRASHES: Final = 3
 """The most crashes that are named of a run that has finished."""
 _SIGKILL: Final = 9
+_SENT: Final = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGHUP", "SIGINT")
+"""Signals that a process gets from others only, never by a fault of its own."""
 
 
 def tell_history(job: str, rounds: Iterable[KeyValue], quorums: Iterable[KeyValue]) -> JobHistory:
@@ -312,6 +314,8 @@ def _advice(first: HistoryEvent | None) -> str:
         return "It was evicted by hand: it comes back unless its process or its host is stopped."
     if "(OOM)" in first.reason:
         return "Give the host's job more memory, or have it use less."
+    if sent := _sent(first.reason):
+        return _who_sent(sent, first.who)
     return f"See the log of {first.who}, and what its kernel says (dmesg)."
 
 
@@ -324,11 +328,25 @@ def _advice_for_worker(end: HistoryEvent, worker: WorkerFailure) -> str:
         return "See the traceback: `ftcoord history -o json` has its head, and the worker's log has all of it."
     if worker.signal == _SIGKILL:
         return f"See who killed it on {end.who}: the kernel says so if memory ran out (dmesg)."
+    if sent := _sent(worker.fate):
+        return _who_sent(sent, end.who)
     if worker.signal:
         return f"See the worker's log on {end.who}: a library crashed, or aborted. A core dump tells where."
     return (
         f"See the worker's log on {end.who}. With torch's `record` around its main function the exception is told here:"
         " torch.distributed.elastic.multiprocessing.errors."
+    )
+
+
+def _sent(fate: str) -> str:
+    """The signal that others sent; empty for none."""
+    return next((name for name in _SENT if f"({name})" in fate), "")
+
+
+def _who_sent(name: str, host: str) -> str:
+    return (
+        f"See who sent {name} on {host}: schedulers announce so that they end or preempt a job (Slurm by --signal)."
+        " Have the script handle it, or only the batch script get it."
     )
 
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import ftcoord
 from ftcoord import concurrency
-from ftcoord.config import EtcdConfig
+from ftcoord.config import OFF, EtcdConfig
 from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
 from ftcoord.primitives.sentinel_pipe import SentinelPipe
@@ -26,7 +26,7 @@ from ftcoord.primitives.watched_process import own_pidfd, own_stack
 log = logging.getLogger(__name__)
 
 SWITCH: Final = "FTCOORD_SENTINEL"
-"""The variable that switches sentinels off if it is 0."""
+"""The variable that switches sentinels off if it is 0, false, no or off."""
 NOT_MEANT: Final = signal.valid_signals() - {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 """The signals that others send: none that can be blocked ends a sentinel. A scheduler sends SIGUSR1 and others to all
 processes of a node. Not those of this program's own faults."""
@@ -64,7 +64,7 @@ class Sentinel:
     @classmethod
     def of_process(cls) -> Sentinel | None:
         """This process's sentinel; None if sentinels are switched off."""
-        return None if os.environ.get(SWITCH) == "0" else concurrency.of_process(cls)
+        return None if os.environ.get(SWITCH, "").strip().lower() in OFF else concurrency.of_process(cls)
 
     @property
     def pid(self) -> int | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any, TypedDict
 
-from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
+from ftcoord.config import Credentials, EtcdConfig, Tls
+from ftcoord.endpoints import Endpoint
 
 
 class Order(TypedDict, total=False):
@@ -46,7 +48,7 @@ def line_of(order: Order) -> bytes:
 def config_from(raw: Mapping[str, Any]) -> EtcdConfig:
     """The configuration that `config_raw` returned."""
     return EtcdConfig(
-        tuple(Endpoint(host, port) for host, port in raw["endpoints"]),
+        tuple(Endpoint(*one) for one in raw["endpoints"]),
         Tls(*raw["tls"]) if raw["tls"] else None,
         Credentials(*raw["login"]) if raw["login"] else None,
         raw["request_timeout"],
@@ -57,7 +59,7 @@ def config_raw(config: EtcdConfig) -> dict[str, Any]:
     """A configuration for JSON, password included: for a pipe, never for a command line."""
     tls, login = config.tls, config.credentials
     return {
-        "endpoints": [(endpoint.host, endpoint.port) for endpoint in config.endpoints],
+        "endpoints": [astuple(endpoint) for endpoint in config.endpoints],
         "tls": (*map(_absolute, (tls.ca, tls.cert, tls.key)), tls.server_name) if tls else None,
         "login": (login.user, login.password) if login else None,
         "request_timeout": config.request_timeout,

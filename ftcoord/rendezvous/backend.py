@@ -19,9 +19,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs_handler
 
 from ftcoord import concurrency
-from ftcoord.config import redacted
 from ftcoord.core.layout import backend_state_key, backend_store_prefix
 from ftcoord.errors import ConfigError, EtcdError, LeaseLost
+from ftcoord.escaping import redacted
 from ftcoord.etcd.api import Etcd, Get, Put, Span
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 from ftcoord.rendezvous.create import open_run, with_conf

@@ -8,16 +8,24 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Final
 
 from torch.distributed import TCPStore
 
-from ftcoord.config import Endpoint, EtcdConfig
+from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
 from ftcoord.core.rendezvous_records import AnyRound, HeardRound, Round
+from ftcoord.endpoints import Endpoint
+from ftcoord.errors import ConfigError
+from ftcoord.etcd.rpc.addresses import address_towards, own_addresses
 
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
+NAMED_WITHIN: Final = 10.0
+"""Seconds until a name that does not resolve is refused,"""
+NAME_AGAIN_AFTER: Final = 0.5
+"""and until it is looked up again."""
 _ELSEWHERE: Final = "192.0.2.1"
 """An address that no host has (RFC 5737): the way to it is the default route."""
 _GET_ADDRESS: Final = 0x8915
@@ -34,8 +42,7 @@ def own_address(local_addr: str | None, etcd: EtcdConfig, *, alone: bool = False
     """
     if local_addr:
         return local_addr
-    towards = (_address_towards(one.host, one.port) for one in etcd.endpoints if not one.is_loopback)
-    if (found := next(filter(_is_reachable, towards), None)) is not None:
+    if (found := next(filter(_is_reachable, own_addresses(etcd)), None)) is not None:
         return found
     name = socket.getfqdn()
     resolved = _addresses_of(name)
@@ -43,6 +50,21 @@ def own_address(local_addr: str | None, etcd: EtcdConfig, *, alone: bool = False
         return name
     found = None if alone else next(filter(_is_reachable, _interfaces()), None)
     return found or (name if resolved else "127.0.0.1")
+
+
+def check_local_addr(local_addr: str | None) -> None:
+    """Raises ConfigError for a name that this host cannot resolve: the workers beside rank 0 connect to it, too.
+
+    The name of a new pod may come into DNS some seconds after its start.
+    """
+    if local_addr is None or _is_ip(local_addr):
+        return
+    deadline = concurrency.now() + NAMED_WITHIN
+    while not _addresses_of(local_addr):
+        if concurrency.now() > deadline:
+            allowed = "it does not resolve on this host; give a DNS name or address that all nodes know (--local-addr)"
+            raise ConfigError("local_addr", local_addr, allowed)
+        concurrency.sleep(NAME_AGAIN_AFTER)
 
 
 def address_trouble(round_: AnyRound, host: str, address: str) -> str:
@@ -100,7 +122,7 @@ def _is_reachable(address: str | None) -> bool:
 
 def _interfaces() -> Iterator[str | None]:
     """The address on the default route; then, on Linux, an IPv4 address of each interface."""
-    yield _address_towards(_ELSEWHERE, 9)
+    yield address_towards(_ELSEWHERE, 9)
     if sys.platform == "linux":
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
@@ -109,21 +131,11 @@ def _interfaces() -> Iterator[str | None]:
                     yield socket.inet_ntoa(found[20:24])
 
 
-def _address_towards(host: str, port: int) -> str | None:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with closing(socket.socket(family, kind, protocol)) as probe:
-            probe.connect(address)  # a datagram socket: chooses a route, sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
 def _addresses_of(name: str) -> list[str]:
     """What a name resolves to; empty if it does not."""
     try:
         return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None)))
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for a label that is empty or too long
         return []
 
 

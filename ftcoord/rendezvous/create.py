@@ -14,12 +14,14 @@ from typing import Final, NamedTuple
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 
 from ftcoord import concurrency
-from ftcoord.config import EtcdConfig, redacted
+from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import NO_ETCD, ConfigError, EtcdError, EtcdUnavailable, WrongEndpoint
+from ftcoord.escaping import redacted
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.logs import show_log_lines
 from ftcoord.metrics.exporter import MetricsAddress
+from ftcoord.rendezvous.bootstrap import check_local_addr
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -86,6 +88,7 @@ def open_run(params: RendezvousParameters) -> OpenedRun:
         local_addr=params.local_addr,
         conf=params.config,
     )
+    check_local_addr(settings.local_addr)
     if settings.etcd is not None:
         return OpenedRun(_with_id(settings), connect(settings.etcd, settings.join_timeout), None)
     server = EtcdServer(login=True)

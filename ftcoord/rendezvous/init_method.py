@@ -17,9 +17,11 @@ from torch.distributed import Store, register_rendezvous_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from ftcoord.config import EtcdConfig
+from ftcoord.job_url import SCHEMES
+from ftcoord.rendezvous.bootstrap import check_local_addr
 from ftcoord.rendezvous.create import connect
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
-from ftcoord.rendezvous.url import INIT_METHODS, parse_url
+from ftcoord.rendezvous.url import parse_url
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 _registered: set[str] = set()
@@ -29,6 +31,8 @@ _here: dict[tuple[EtcdConfig, str], _Handler] = {}
 
 def register_init_methods() -> None:
     """Register the schemes `etcd://` and `etcds://` (TLS) with `init_process_group` in this process. Idempotent.
+
+    And `etcd+srv://` and `etcds+srv://`, with a domain for whose members DNS has SRV records.
 
         ftcoord.register_init_methods()
         init_process_group("gloo", init_method="etcd://h1:2379,h2:2379/run7", rank=rank, world_size=4)
@@ -47,7 +51,7 @@ def register_init_methods() -> None:
     - `RendezvousStateError` when two processes have the same rank, the world sizes differ, or the run's record cannot
       be read.
     """
-    for scheme in INIT_METHODS.keys() - _registered:
+    for scheme in SCHEMES.keys() - _registered:
         register_rendezvous_handler(scheme, _rendezvous)  # type: ignore[no-untyped-call]
         _registered.add(scheme)
 
@@ -56,6 +60,7 @@ def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Ite
     """Yield one world. Raises ConfigError before any socket is opened, and what `next_rendezvous` raises."""
     asked = parse_url(url, timeout.total_seconds())
     assert asked.settings.etcd is not None
+    check_local_addr(asked.settings.local_addr)
     run = (asked.settings.etcd, asked.settings.prefix)
     if before := _here.pop(run, None):
         before.leave()

@@ -13,23 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ftcoord.config import (
-    EMBEDDED,
-    HIDDEN,
-    EtcdConfig,
-    choice,
-    full_text,
-    key_path,
-    parse_host,
-    redacted,
-    seconds,
-    text,
-    whole,
-)
+from ftcoord.config import EtcdConfig, choice, full_text, key_path, seconds, switch, text, whole
 from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.core.round_situation import Restart
+from ftcoord.endpoints import EMBEDDED, parse_host
 from ftcoord.errors import ConfigError
+from ftcoord.escaping import HIDDEN, redacted
 
 _MAX_TTL = 10**9
 
@@ -37,12 +27,6 @@ _MAX_TTL = 10**9
 def _one_of(**choices: object) -> Callable[[str, object], object]:
     word = choice(*choices)
     return lambda key, value: choices[word(key, value)]
-
-
-def _flag(key: str, value: object) -> object:
-    if isinstance(value, bool):
-        return value
-    return bool(whole(0, 1, ", to have it or not")(key, value))
 
 
 def _user(key: str, value: object) -> str:
@@ -88,7 +72,7 @@ _KEYS = (
     _Key("on_spare_close", "on_spare_close", _one_of(exit="exit", **{"raise": "raise"})),
     _Key("key_prefix", "key_prefix", key_path),
     _Key("etcd_prefix", "key_prefix", key_path),
-    _Key("timers", "timers", _flag),
+    _Key("timers", "timers", switch),
     _Key("protocol", "secure", _protocol),
     _Key("ca_cert", "ca_cert", text),
     _Key("cacert", "ca_cert", text, spelling=True),

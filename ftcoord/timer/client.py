@@ -16,10 +16,11 @@ from typing import Final
 from torch.distributed.elastic.timer import TimerClient
 
 from ftcoord import concurrency
-from ftcoord.config import MAX_SECONDS, EtcdConfig, redacted, whole
+from ftcoord.config import MAX_SECONDS, EtcdConfig, whole
 from ftcoord.core.layout import KEY_PREFIX, timer_key
 from ftcoord.core.timer_records import LONGEST_TTL, RELEASED, SLOTS, Timer, Worker, encode
 from ftcoord.errors import ClientClosed, ConfigError, ThreadFailed
+from ftcoord.escaping import redacted
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.log_once import LogOnce

@@ -12,9 +12,10 @@ from typing import Any
 from clusters import SIZE
 from helpers import DEADLINE, eventually
 
-from ftcoord.config import Endpoint, EtcdConfig
+from ftcoord.config import EtcdConfig
 from ftcoord.embedded import rpc
 from ftcoord.embedded.ports import ReservedPort
+from ftcoord.endpoints import Endpoint
 from ftcoord.errors import EtcdError
 
 HOST = "127.0.0.1"

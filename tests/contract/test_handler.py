@@ -218,8 +218,8 @@ def test_a_replacement_fills_the_gap(make_nodes: MakeNodes) -> None:
 
 
 def test_local_addr_and_its_default(make_nodes: MakeNodes) -> None:
-    (given,) = join_all([make_nodes(1, 1, run_id="given").one(local_addr="my-host.example")])
-    assert given.address == "my-host.example"
+    (given,) = join_all([make_nodes(1, 1, run_id="given").one(local_addr="localhost")])
+    assert given.address == "localhost"
     (found,) = join_all([make_nodes(1, 1, run_id="found").one(local_addr=None)])
     with closing(socket.create_connection((found.address, found.port), timeout=DEADLINE)):
         pass

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import name_server
 import pytest
 import rdzv_nodes
 from helpers import DEADLINE, eventually
@@ -27,6 +28,7 @@ class Host:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
+        self._others: list[subprocess.Popen[bytes]] = []
         self._holder = subprocess.Popen(["unshare", "-n", "-m", "-u", "sleep", "600"])
         own = os.readlink("/proc/self/ns/uts")
         eventually(
@@ -56,9 +58,18 @@ class Host:
             host.run("ip", "addr", "add", f"{HOSTS[host.name]}/24", "dev", "eth0")
             host.run("ip", "link", "set", "eth0", "up")
 
+    def serve_names(self, folder: Path, records: name_server.Records) -> None:
+        """Have this host's programs find these SRV records."""
+        resolv = folder / f"resolv.{self.name}"
+        resolv.write_text("nameserver 127.0.0.1\n")
+        self.run("mount", "--bind", str(resolv), "/etc/resolv.conf")
+        command = self.command(sys.executable, name_server.__file__, json.dumps(records))
+        self._others.append(subprocess.Popen(command))
+
     def end(self) -> None:
-        self._holder.kill()
-        self._holder.wait()
+        for process in (*self._others, self._holder):
+            process.kill()
+            process.wait()
 
 
 class RemoteNode:
@@ -83,6 +94,10 @@ class RemoteNode:
         line = self._process.stdout.readline()
         assert line, self.log.read_text()
         return json.loads(line)
+
+    def asked(self, command: str) -> Any:
+        self.ask(command)
+        return self.answer()
 
     def end(self) -> None:
         self._process.kill()
@@ -137,3 +152,17 @@ def test_all_nodes_warn_of_a_loopback_address_in_a_round_of_two_hosts(hosts: lis
     (first,) = [host.name for host, seat in zip(hosts, told, strict=True) if seat["rank"] == 0]
     trouble = f"cannot reach 127.0.0.1 (MASTER_ADDR): it is an address of one host only; start {first} (pid"
     assert all(trouble in log for log in logs)
+
+
+def test_agents_and_their_sentinels_find_etcd_by_a_domain(hosts: list[Host], tmp_path: Path) -> None:
+    nodes = []
+    with contextlib.ExitStack() as undo:
+        for host in hosts:
+            host.serve_names(tmp_path, {"_etcd-client._tcp.etcd.example": [("hosta", 2379)]})
+            nodes.append(RemoteNode(host, "srv://etcd.example", tmp_path, local_addr=None))
+            undo.callback(nodes[-1].end)
+            nodes[-1].ask("join")
+        assert {node.answer()["address"] for node in nodes} <= {*HOSTS.values()}
+        nodes[1].end()
+        eventually(lambda: nodes[0].asked("waiting") > 0, "the first one is called back")
+        assert "was killed by signal 9 (SIGKILL)" in nodes[0].log.read_text()

@@ -18,7 +18,7 @@ from ftcoord.rendezvous.torchelastic import (
     TorchelasticHandler,
 )
 
-REPLACE = {"FTCOORD_REPLACE_LEGACY": "1"}
+REPLACE = {"FTCOORD_REPLACE_LEGACY": "True"}
 OLD_CONF = {
     "etcd": {"protocol": "http", "etcd_prefix": "/old/p2p", "last_call_timeout": 3, "timeout": 90, "lease_ttl": 2},
     "etcd-v2": {"protocol": "HTTP", "read_timeout": 10, "keep_alive_interval": 1, "keep_alive_max_attempt": 2},

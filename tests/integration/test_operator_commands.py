@@ -183,7 +183,7 @@ def test_a_run_whose_keys_have_expired_is_listed_with_its_end(
     eventually(lambda: not run.json("status", "over")["rounds"]["members"], "its nodes have left")
     for kv in client.range(Get(Span(f"{prefix}/", is_prefix=True), keys_only=True)).kvs:
         if not kv.key.startswith(f"{prefix}/events/"):  # these stay for a week, all others as long as the run's lease
-            client.delete(kv.key)
+            client.delete(Span(kv.key))
     *_, closed = [event["reason"] for event in run.json("history", "over")["events"]]
     line = next(one for one in run.json("ls")["jobs"] if one["job"] == "over")
     assert (line["state"], line["note"]) == ("closed", closed.partition(": ")[2])
@@ -463,3 +463,29 @@ def test_a_reader_that_has_seen_enough_is_no_error(etcd: EtcdServer) -> None:
         process.stdout.close()
         assert process.wait(DEADLINE) == 1
         assert process.stderr.read() == ""
+
+
+FULL = "ftcoord: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "code", "told"),
+    [
+        (("doctor", "--endpoints", "ETCD"), ">/dev/full", 1, FULL),
+        (("ls", "--endpoints", "ETCD"), ">/dev/full", 1, FULL),
+        (("completion", "bash"), ">/dev/full", 1, FULL),
+        (("ls", "--help"), ">/dev/full", 0, ""),
+        (("ls", "--endpoints", "ETCD"), ">&-", 0, ""),
+        (("ls", "--endpoints", "ETCD"), "<&- >&- 2>&-", 0, ""),
+        (("ls", "--output", "xml"), "2>/dev/full", 2, ""),
+        (("evict", "nobody", "--endpoints", "ETCD"), "<&- 2>/dev/full", 2, ""),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_traceback(
+    etcd: EtcdServer, arguments: tuple[str, ...], redirection: str, code: int, told: str
+) -> None:
+    """A disk is full, or a service manager has closed it."""
+    command = [sys.executable, "-m", "ftcoord.cli", *(etcd.get_endpoint() if it == "ETCD" else it for it in arguments)]
+    shell = ["sh", "-c", f'"$@" {redirection}', "sh", *command]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=DEADLINE)
+    assert (done.returncode, done.stderr) == (code, told)

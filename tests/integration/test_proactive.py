@@ -97,7 +97,8 @@ def test_the_others_go_on_when_one_is_killed_in_the_middle_of_a_step(etcd: EtcdS
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"), [("1", "ftcoord.proactive"), ("0", "torchft.manager"), ("", "torchft.manager")]
+    ("value", "wanted"),
+    [("1", "ftcoord.proactive"), ("on", "ftcoord.proactive"), ("0", "torchft.manager"), ("", "torchft.manager")],
 )
 def test_it_is_off_unless_it_is_asked_for(value: str, wanted: str) -> None:
     code = (
@@ -107,8 +108,8 @@ def test_it_is_off_unless_it_is_asked_for(value: str, wanted: str) -> None:
 
 
 def test_another_value_is_refused_before_anything_is_imported() -> None:
-    done = run("import ftcoord.torchft", "yes")
-    assert "set it to 1 to abort collectives when a peer is lost, or to 0" in done.stderr
+    done = run("import ftcoord.torchft", "maybe")
+    assert "TORCHFT_PROACTIVE_RECOVERY='maybe' is not valid: choose 1 or true" in done.stderr
 
 
 def test_a_rank_that_is_not_told_where_the_job_is_is_refused() -> None:

@@ -134,8 +134,9 @@ def test_where_both_are_killed_the_lease_ends_by_time(etcd: EtcdServer, client: 
         assert victim.await_end() == ""
 
 
-def test_it_can_be_switched_off(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
-    with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL, FTCOORD_SENTINEL="0") as victim:
+@pytest.mark.parametrize("word", ["0", "false", "No", " off "])
+def test_it_can_be_switched_off(etcd: EtcdServer, client: EtcdClient, prefix: str, word: str) -> None:
+    with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL, FTCOORD_SENTINEL=word) as victim:
         assert victim.sentinel == 0
         os.kill(victim.pid, signal.SIGKILL)
         assert victim.await_end() == ""
@@ -210,7 +211,9 @@ def test_a_password_and_a_name_for_each_file_reach_it_through_the_pipe() -> None
     """Its working directory is another, so relative paths would mean other files."""
     config = EtcdConfig.load("https://h1:2379", env={}, user="a", password="secret")
     ours = EtcdConfig(config.endpoints, Tls("ca.pem", None, None, None))
+    domain = EtcdConfig.load("https+srv://etcd.example", env={})
     assert config_from(config_raw(config)) == config
+    assert config_from(config_raw(domain)) == domain
     assert config.credentials == Credentials("a", "secret")
     assert config_raw(ours)["tls"][0] == os.path.abspath("ca.pem")
 

@@ -23,12 +23,13 @@ import pytest
 from helpers import DEADLINE, eventually, freeze, own_port
 
 import ftcoord
-from ftcoord.config import Credentials, Endpoint, EtcdConfig
+from ftcoord.config import Credentials, EtcdConfig
 from ftcoord.embedded import rpc
 from ftcoord.embedded.binary import find_etcd
 from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.member import EtcdMember
 from ftcoord.embedded.server import EtcdServer
+from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdNoSpace, ForkedProcessError, ServerError
 from ftcoord.etcd.client import EtcdClient
 

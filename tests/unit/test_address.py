@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from ftcoord.config import EtcdConfig
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import connect
 from ftcoord.errors import ConfigError
@@ -33,6 +36,8 @@ def test_defaults_are_those_of_torchfts_command() -> None:
         Job("etcds", "[::1]:1", "a/b?c#d", 2, 0, 10, 1),
         Job("etcd", "", "job", 7),
         Job("etcd", "h1:1", "job", native=1, bind="::1"),
+        Job("etcd+srv", "etcd.example", "job"),
+        Job("etcds+srv", "etcd.example", "job", 2),
     ],
 )
 def test_an_address_is_parsed_as_it_was_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,9 +45,46 @@ def test_an_address_is_parsed_as_it_was_written(job: Job, monkeypatch: pytest.Mo
     assert parse_address(str(job)) == job
 
 
-def test_a_slash_at_the_end_makes_no_other_job() -> None:
-    assert parse_address("etcd://h1/job/?min_replicas=2") == parse_address("etcd://h1/job?min_replicas=2")
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("etcd://h1/job/?min_replicas=2", "etcd://h1//job?min_replicas=2", "etcd://h1//job//?min_replicas=2"),
+        *(" etcd://h1/job?min_replicas=2 ", "etcd://h1/job?min_replicas=2\n", "\tETCD://h1/job ?min_replicas=2\r\n"),
+    ],
+)
+def test_slashes_and_white_space_around_make_no_other_job(address: str) -> None:
+    assert parse_address(address) == parse_address("etcd://h1/job?min_replicas=2")
     assert parse_address("etcd://h1/job%2F").name == "job/"
+
+
+def test_a_domain_stands_in_for_the_members() -> None:
+    job = parse_address("etcds+srv://etcd.example/job")
+    config = job.config({"FTCOORD_ENDPOINTS": "h7:1"})
+    assert config.describe() == "https+srv://etcd.example"
+    assert job.at(config) == job
+    assert parse_address("etcd:///job").at(EtcdConfig.load("srv://etcd.example", env={})).scheme == "etcd+srv"
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("etcd://h1/job&min_replicas=2", "a '?' is missing"),
+        ("etcd://h1/job&min_replica=2", "a '?' is missing"),
+        ("etcd://h1/job/min_replicas=2&join_timeout_ms=5", "a '?' is missing"),
+        ("etcd://h1/jobmin_replicas=2", "a '?' is missing"),
+        ("etcd:h1:2379/job", "the host stands after '//'"),
+        ("etcd:/h1:2379/job", "the host stands after '//'"),
+        ("etcd:///h1/job", "the host stands after '//'"),
+        ("etcd:job", "the host stands after '//'"),
+        ("h1:2379/job", "it begins with none of etcd://"),
+        ("//h1:2379/job", "it begins with none of etcd://"),
+        ("etcd://[::1/job", "write an IPv6 address as"),
+        ("etcd://h1/%ff", "not UTF-8"),
+    ],
+)
+def test_what_was_forgotten_is_told(address: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^address=.*{re.escape(problem)}"):
+        parse_address(address)
 
 
 def test_endpoints_from_the_environment_are_named_in_the_address_that_is_given_on() -> None:
@@ -78,6 +120,8 @@ def test_the_address_of_a_lighthouse_is_refused_with_both_ways_out() -> None:
         ("etcd://h1/job?native=yes", "native"),
         ("etcd://h1/job?bind=10.0.0.7:29512", "bind"),
         ("etcd://h1/job?bind=", "bind"),
+        ("etcd+srv:///job", "endpoints"),
+        ("etcd+srv://etcd.example:2379/job", "endpoints"),
         ("etcd://h1:port/job", "endpoints"),
         ("etcd://u:SECRET@h1/job", "endpoints"),
         ("etcd://h1:SECRET/job", "endpoints"),

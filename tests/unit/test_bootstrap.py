@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from ftcoord.testing import Scheduler
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.rendezvous_records import HeardRound, RollChunk, Round, Seat, head_of
+from ftcoord.errors import ConfigError
+from ftcoord.etcd.rpc import addresses
 from ftcoord.rendezvous import bootstrap
-from ftcoord.rendezvous.bootstrap import address_trouble, own_address
+from ftcoord.rendezvous.bootstrap import address_trouble, check_local_addr, own_address
 
 
 @pytest.fixture
@@ -21,7 +24,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_up(names: Mapping[str, Sequence[str]], ways: Mapping[str, str], *interfaces: str) -> None:
         monkeypatch.setattr(bootstrap.socket, "getfqdn", lambda: "hosta")
         monkeypatch.setattr(bootstrap, "_addresses_of", lambda name: [*names.get(name, ())])
-        monkeypatch.setattr(bootstrap, "_address_towards", lambda host, _port: ways.get(host))
+        for module in (bootstrap, addresses):
+            monkeypatch.setattr(module, "address_towards", lambda host, _port: ways.get(host))
         monkeypatch.setattr(bootstrap, "_interfaces", lambda: iter(interfaces))
 
     return set_up
@@ -55,6 +59,27 @@ def test_a_host_is_reached_at_an_address_that_is_not_its_own_alone(
     etcd = EtcdConfig.load(endpoints, env={})
     assert own_address(None, etcd) == address
     assert own_address("given", etcd) == "given"
+
+
+def test_a_name_that_does_not_resolve_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's workers could meet at it. A new pod's name may take a while to come into DNS."""
+    known: dict[str, list[str]] = {"pod-1": ["10.0.0.7"]}
+    asked: list[str] = []
+
+    def addresses_of(name: str) -> list[str]:
+        asked.append(name)
+        return known.get(name, []) if len(asked) > 3 else []
+
+    monkeypatch.setattr(bootstrap, "_addresses_of", addresses_of)
+
+    def play() -> None:
+        for fine in (None, "10.0.0.7", "::1", "pod-1"):
+            check_local_addr(fine)
+        with pytest.raises(ConfigError, match=r"^local_addr='pod_2' .*does not resolve on this host"):
+            check_local_addr("pod_2")
+
+    Scheduler(1).run(play)
+    assert asked[:5] == ["pod-1"] * 4 + ["pod_2"]
 
 
 def test_a_node_that_is_always_alone_needs_no_interface(network: Any) -> None:

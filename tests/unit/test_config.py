@@ -13,8 +13,10 @@ from helpers import pem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.config import HIDDEN, Credentials, Endpoint, EtcdConfig, Tls, parse_host
+from ftcoord.config import Credentials, EtcdConfig, Tls
+from ftcoord.endpoints import Endpoint, parse_host
 from ftcoord.errors import ConfigError
+from ftcoord.escaping import HIDDEN
 
 SECRET = "s3cr3t-hunter2"
 
@@ -31,6 +33,8 @@ def files(tmp_path: Path) -> dict[str, str]:
         "marked": "\ufeff" + pem("CERTIFICATE"),
         "cut": pem("CERTIFICATE") + pem("CERTIFICATE")[:-30],
         "password": f"{SECRET}\n",
+        "marked_password": f"\ufeff{SECRET}\r\n\r\n",
+        "mark": "\ufeff\n",
         "empty": "",
         "newline": "\n",
         "text": "not a certificate",
@@ -68,6 +72,9 @@ def chain(error: BaseException) -> Iterator[str]:
         (("a", "b,c"), "http://a:2379, http://b:2379, http://c:2379"),
         ("b,a,b:2379,A", "http://b:2379, http://a:2379"),
         ("[::1]:1234", "http://[::1]:1234"),
+        ("fd00:1:2:3:4:5:6:2379", "http://[fd00:1:2:3:4:5:6:2379]:2379"),
+        ("fd00::a", "http://[fd00::a]:2379"),
+        ("fd00::2379", "http://[fd00::2379]:2379"),
         *((same, "http://[::1]:2379") for same in ("[::1]", "::1", "[0:0:0:0:0:0:0:1],::1")),
         ("https://[2001:DB8::1]:5", "https://[2001:db8::1]:5"),
         ("etcd-0.etcd.ns.svc.cluster.local.:2379", "http://etcd-0.etcd.ns.svc.cluster.local.:2379"),
@@ -86,6 +93,7 @@ MALFORMED_ENDPOINTS = [
     *("ftp://a", "unix:///run/etcd.sock", "dns:///a", "http//a", "http:/a"),
     *("a/", "a/path", "http://a/path", "http://a:1//", "http://a?x=1", "http://a#x"),
     *("http://a,https://b", "a,http://b,https://c", "embedded", "embedded,a"),
+    *("a b", "a;b", "a:1 b:2", "a:1;b:2", "a|b", '"a:1"', "'a'", "::1:2379", "fd00::7:2379", "a,fd00::7:1"),
     *("a b", "a;b", "a\nb", "a\0", "-a", "a-.b", "a..b", ".", "a" * 64, ".".join(["a" * 60] * 5), "hôte"),
     *("10.0.0.256", "10.0.1", "1:2:3", "::g", "[::1", "::1]", "[::1]2379", "[::1]:", "[::1]:0", "[::1]:1:2", "[]:1"),
     *("[127.0.0.1]:1", "[host]:1", "fe80::1%eth0", "[fe80::1%25eth0]:1"),
@@ -126,7 +134,21 @@ def test_any_text_is_an_endpoint_list_or_a_config_error(value: str) -> None:
         return
     assert config.endpoints
     for endpoint in config.endpoints:
-        assert load(endpoint.target).endpoints == (endpoint,)
+        assert load(str(endpoint)).endpoints == (endpoint,)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("h1:2379 h2:2379", "endpoints are separated by commas"),
+        ("h1:2379;h2:2379", "endpoints are separated by commas"),
+        ("fd00::7:2379", r"its end may be a port: write \[fd00::7:2379\]:2379 if all of it is the address"),
+        ('"h1:2379"', "it has quotes, which no shell has removed"),
+    ],
+)
+def test_what_is_wrong_with_a_list_is_told(value: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load(value)
 
 
 @given(st.ip_addresses(), st.integers(1, 65535))
@@ -284,6 +306,10 @@ LOGINS: list[tuple[dict[str, str], dict[str, str], tuple[str, str]]] = [
     ({"user": "a"}, {"ETCDCTL_USER": "b:x", "FTCOORD_PASSWORD": "p"}, ("a", "p")),
     ({}, {"FTCOORD_USER": "a", "FTCOORD_PASSWORD_FILE": "password"}, ("a", SECRET)),
     ({}, {"FTCOORD_USER": "a", "FTCOORD_PASSWORD_FILE": "password", "ETCDCTL_PASSWORD": "q"}, ("a", SECRET)),
+    ({}, {"FTCOORD_USER": "a", "FTCOORD_PASSWORD_FILE": "marked_password"}, ("a", SECRET)),
+    *(({"user": "a"}, {name: "\ufeffp\r\n"}, ("a", "p")) for name in ("FTCOORD_PASSWORD", "ETCDCTL_PASSWORD")),
+    ({}, {"ETCDCTL_USER": "\ufeffa:p\n"}, ("a", "p")),
+    ({"user": "a", "password": "p\n"}, {}, ("a", "p")),
     ({"password": "p"}, {"FTCOORD_USER": "a", "FTCOORD_PASSWORD_FILE": "missing"}, ("a", "p")),
 ]
 
@@ -314,11 +340,12 @@ REFUSED_LOGINS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("user", {"user": "", "password": SECRET}, {}),
     ("user", {"user": 5, "password": SECRET}, {}),
     ("password", {"user": "a", "password": ""}, {}),
+    ("FTCOORD_PASSWORD", {"user": "a"}, {"FTCOORD_PASSWORD": "\ufeff\n"}),
     ("password", {"user": "a", "password": SECRET.encode()}, {}),
     ("FTCOORD_PASSWORD", {"user": "a"}, {"FTCOORD_PASSWORD": SECRET, "FTCOORD_PASSWORD_FILE": "password"}),
     *(
         ("FTCOORD_PASSWORD_FILE", {"user": "a"}, {"FTCOORD_PASSWORD_FILE": name})
-        for name in ("missing", "directory", "empty", "newline", "binary")
+        for name in ("missing", "directory", "empty", "newline", "mark", "binary")
     ),
 ]
 

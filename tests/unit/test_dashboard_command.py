@@ -17,7 +17,7 @@ TOKEN = "0123456789abcdef"
 
 def test_a_token_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    path.write_text(f"{TOKEN}\n")
+    path.write_text(f"\ufeff{TOKEN}\r\n", encoding="utf-8")  # as an editor may write it
     assert token_of({}) == ""
     assert token_of({"FTCOORD_DASHBOARD_TOKEN": TOKEN}) == TOKEN
     assert token_of({"FTCOORD_DASHBOARD_TOKEN_FILE": str(path)}) == TOKEN

@@ -100,10 +100,13 @@ def test_a_login_that_is_refused_is_not_tried_again_at_once(monkeypatch: pytest.
     def play() -> None:
         transport = made()
         etcd = serve(transport, Guarded(refuses_logins=True), monkeypatch)
+        told = set()
         for _ in range(4 * 100):
-            with pytest.raises(EtcdAuthError, match="authentication failed"):
+            with pytest.raises(EtcdAuthError, match="authentication failed") as caught:
                 transport.token()
+            told.add(str(caught.value))
             scheduler.sleep(0.25)
+        assert len(told) == 1  # whoever logs each problem once does so
         assert 5 <= etcd.logins <= 12
         etcd.refuses_logins = False
         scheduler.sleep(LONGEST_LOGIN_PAUSE)

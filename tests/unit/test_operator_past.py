@@ -207,6 +207,9 @@ def test_a_run_that_failed_is_explained_when_all_else_has_expired(told: str) -> 
         (failed("hostB", replace(RAISED, exception=""), 1), "`record`"),
         (failed("hostB", WorkerFailure(9, signal=9, fate="was killed by signal 9 (SIGKILL)"), 1), "dmesg"),
         (failed("hostB", WorkerFailure(9, signal=11, fate="was killed by signal 11 (SIGSEGV)"), 1), "crashed"),
+        (failed("hostB", WorkerFailure(9, signal=10, fate="was killed by signal 10 (SIGUSR1)"), 1), "sent SIGUSR1"),
+        (failed("hostB", WorkerFailure(9, signal=15, fate="was killed by signal 15 (SIGTERM)"), 1), "sent SIGTERM"),
+        (ended("died", "hostB", "hostB was killed by signal 12 (SIGUSR2)", 1), "sent SIGUSR2 on hostB: schedulers"),
         (failed("hostB", WorkerFailure(9, signal=9, timer="forward"), 1), "'forward'"),
     ],
 )

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 import ftcoord
-from ftcoord.config import Endpoint, EtcdConfig
+from ftcoord.config import EtcdConfig
+from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError
 
 

@@ -15,7 +15,8 @@ from helpers import pem
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
+from ftcoord.config import Credentials, EtcdConfig, Tls
+from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -94,6 +95,8 @@ ACCEPTED: list[tuple[dict[str, Any], str, object]] = [
     ({"timers": "1"}, "timers", True),
     ({"timers": 0}, "timers", False),
     ({"timers": True}, "timers", True),
+    *(({"timers": word}, "timers", True) for word in ("yes", " On ", "TRUE", 1)),
+    *(({"timers": word}, "timers", False) for word in ("no", "off", "false", False)),
     ({"on_spare_close": "raise"}, "on_spare_close", "raise"),
     ({"on_spare_close": " Exit "}, "on_spare_close", "exit"),
     ({"key_prefix": "/team/a"}, "key_prefix", "/team/a"),
@@ -190,7 +193,7 @@ REFUSED: list[tuple[str, object]] = [
     ("keep_alive_max_attempt", 900),
     *(("key_prefix", value) for value in ("", " ", "/", "//", "a", "a/b", "/a//b", "//a", "/a\nb", "/a\0", 5, b"/a")),
     *(("etcd_prefix", value) for value in ("", "torchelastic/p2p")),
-    *(("timers", value) for value in ("", "yes", "2", -1, 0.5)),
+    *(("timers", value) for value in ("", "y", "2", -1, 0.5)),
     *(("on_member_loss", value) for value in ("", "exit", "raise", "no", 1, True)),
     *(("on_spare_close", value) for value in ("", "restart", "close", 0)),
     *(("protocol", value) for value in ("", "ftp", "tls", "http://", 1, False)),

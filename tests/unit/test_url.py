@@ -39,8 +39,21 @@ def test_without_a_rank_and_without_a_world() -> None:
     assert (asked.settings.min_nodes, asked.settings.max_nodes, asked.settings.join_timeout) == (1, NO_LIMIT, 5.0)
 
 
-def test_a_slash_at_the_end_makes_no_other_run() -> None:
-    assert parse("etcd://h1/run/?world_size=3") == parse("etcd://h1/run?world_size=3")
+@pytest.mark.parametrize("url", ["etcd://h1/run/?world_size=3", " etcd://h1//run?world_size=3\n"])
+def test_slashes_and_white_space_around_make_no_other_run(url: str) -> None:
+    assert parse(url) == parse("etcd://h1/run?world_size=3")
+
+
+def test_a_domain_stands_in_for_the_members() -> None:
+    for scheme, expected in (("etcd+srv", "http+srv://etcd.example"), ("etcds+srv", "https+srv://etcd.example")):
+        etcd = parse(f"{scheme}://etcd.example/run?world_size=3").settings.etcd
+        assert etcd is not None
+        assert etcd.describe() == expected
+
+
+def test_torch_leaves_out_the_slashes_of_a_url_without_a_host() -> None:
+    env = {"FTCOORD_ENDPOINTS": "h7:1"}
+    assert parse_url("etcd:/run?rank=0&world_size=2", 60.0, env=env).settings.run_id == "run"
 
 
 def test_endpoints_from_the_environment() -> None:
@@ -53,6 +66,9 @@ def test_endpoints_from_the_environment() -> None:
     ("url", "key"),
     [
         ("tcp://h1/run?world_size=2", "init_method"),
+        ("etcd://h1/run&rank=0&world_size=2", "init_method"),
+        ("etcd:/h1/run?world_size=2", "init_method"),
+        ("etcd://h1/run/lease_ttl=5", "init_method"),
         ("etcd://h1/?world_size=2", "run_id"),
         ("etcd://h1/run?rank=0", "rank"),
         ("etcd://h1/run?rank=2&world_size=2", "rank"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftcoord import concurrency, files
-from ftcoord.config import Endpoint, EtcdConfig, Tls
+from ftcoord.config import EtcdConfig, Tls
 from ftcoord.errors import (
     MORE_THREADS,
     ClientClosed,
@@ -77,15 +76,14 @@ class Member:
         # Any thread, one step of a dict at a time; if two make the same callable, the last one stays.
         self._unary: dict[messages.Method, grpc.UnaryUnaryMultiCallable[Any, Any]] = {}
         options: tuple[tuple[str, Any], ...] = _OPTIONS
-        target = Endpoint(address.host, address.endpoint.port).target
         if address.is_looked_up:  # a proxy in front of etcd goes by the name
             options += (("grpc.default_authority", address.endpoint.target),)
         if tls is None or credentials is None:
-            self.channel = grpc.insecure_channel(target, options)
+            self.channel = grpc.insecure_channel(address.target, options)
             return
         if tls.server_name or address.is_looked_up:
             options += (("grpc.ssl_target_name_override", tls.server_name or address.endpoint.host),)
-        self.channel = grpc.secure_channel(target, credentials, options)
+        self.channel = grpc.secure_channel(address.target, credentials, options)
 
     def unary(self, method: messages.Method) -> Callable[..., Any]:
         """How to call `method` on this member. Kept, because making it takes as long as the rest of a call's
@@ -144,7 +142,7 @@ class Transport:
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config  # never changes
         self._owner = OwnerProcess("this etcd client belongs to the parent process")
-        self._addresses = Addresses(config.endpoints)
+        self._addresses = Addresses(config.endpoints, config.tls is not None)
         # Guards the next five, and is never held during a call or a look-up.
         self._lock = concurrency.lock("Transport._lock")
         self._pem = _Pem.read(config.tls) if config.tls else None  # now: a failover must not need the files
@@ -368,10 +366,10 @@ class _Refusals:
         self._until = 0.0
 
     def heed(self, log_in: Callable[[], str]) -> str:
-        """What `log_in` returns. Raises its errors; EtcdAuthError again until the next attempt is due."""
-        left = self._until - concurrency.now()
-        if left > 0:
-            raise EtcdAuthError(f"{self._last}; the next login is tried in {math.ceil(left)} s")
+        """What `log_in` returns. Raises its errors; the same EtcdAuthError again until the next attempt is due, in the
+        same words, so that loops that retry log it once."""
+        if concurrency.now() < self._until:
+            raise EtcdAuthError(self._last)
         try:
             token = log_in()
         except EtcdAuthError as error:
