@@ -91,6 +91,10 @@ def test_a_seed_has_one_trace_in_every_interpreter() -> None:
         "two calls of one rank count as two ranks",
         "a group asks for a rank that has given up",
         "all timers of a slot have one token",
+        "ranks are not kept",
+        "who lost its lease has no time to come back",
+        "a node that the others left behind is not called back when they finish",
+        "the end of a round that went on from it still counts",
     ],
 )
 def test_a_planted_fault_is_seen(name: str) -> None:

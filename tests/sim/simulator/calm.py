@@ -21,7 +21,7 @@ REFUSED_WITHIN: Final = 4.0 * LEASE_TTL
 
 def keep_promises(world: World) -> None:
     """Try one of them, if all agents work in one round that etcd knows of."""
-    if world.plan.network.loses_nothing and not world.to_come and _agents(world) and _are_together(world):
+    if world.plan.network.loses_nothing and not world.to_come and _are_together(world):
         promise = PROMISES[world.plan.seed % len(PROMISES)]
         world.note(promise.__doc__)
         promise(world, random.Random(f"{world.plan.seed} promise"))
@@ -32,11 +32,11 @@ def _agents(world: World) -> list[tuple[Process, Agent]]:
 
 
 def _are_together(world: World) -> bool:
-    record, nows = world.oracles.rounds.record, [role.now for _, role in _agents(world)]
-    is_running = record is not None and record.ready and not (record.recalled or record.closed)
-    return is_running and all(
-        now is not None and (now.number, now.roll) == (record.number, record.roll) for now in nows
-    )  # type: ignore[union-attr]
+    record = world.oracles.rounds.record
+    if record is None or not record.ready or record.recalled or record.closed:
+        return False
+    rounds = {(role.now.number, role.now.roll) if role.now is not None else None for _, role in _agents(world)}
+    return rounds == {(record.number, record.roll)}
 
 
 def _failure_is_told(world: World, draw: random.Random) -> None:
