@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from members import Door
 from rolls import Called, Caller, RollRecord
-from virtual import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient, flaky
+from virtual import DELIVERED, LOST_ANSWER, LOST_REQUEST, NEVER, Call, Fate, MemoryClient, flaky
 from worlds import PREFIX, TTL, World, simulated
 
 from ftcoord import concurrency
@@ -292,6 +292,28 @@ def test_calls_whose_callers_went_away_before_their_turn_write_nothing(world: Wo
     assert patient.end().error is None
 
 
+@simulated
+def test_a_request_that_comes_while_another_is_being_withdrawn_stays(world: World) -> None:
+    """Both wait for a third call to let go of the key, whichever of them gets it first."""
+    client = world.etcd.client(lambda call: Fate(answers=1.0) if call.method == "renew" else DELIVERED)
+    one = caller(world, "one", client, enough=2)
+    assert isinstance(Asking(one, timeout=0.1).end().error, TimeoutError)
+    withdrawn: list[bool] = []
+    until = concurrency.now() + TTL
+    touches = concurrency.thread(lambda: one.participant.touch(Called("none"), until, by_writing=False), "touches")
+    withdraws = concurrency.thread(lambda: withdrawn.append(one.participant.withdraw(Called("none"), 5.0)), "withdraws")
+    touches.start()
+    world.sleep(0.2)
+    withdraws.start()
+    world.sleep(0.2)
+    patient = Asking(one)
+    for thread in (touches, withdraws):
+        thread.join()
+    assert withdrawn == [False]
+    assert Asking(caller(world, "two", enough=2)).end().error is None
+    assert patient.end().error is None
+
+
 def test_a_lease_is_renewed_for_as_long_as_any_call_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the call before it ends at the moment at which this one begins, and lets the lease rest."""
     rest = Session.rest
@@ -503,6 +525,26 @@ def test_a_write_that_fails_is_made_again(world: World) -> None:
         check_answered(one, one.participant.ask(Called("writes"), pace()))
         assert world.scheduler.time - began < 20
     world.check_one_history()
+
+
+@simulated
+def test_a_batched_write_that_fails_while_its_caller_waits_is_made_again_at_once(world: World) -> None:
+    """The second write goes behind the first one, on the client's thread, and nothing else wakes its caller."""
+    fates: list[Fate] = []
+    client = world.etcd.client(lambda call: fates.pop(0) if fates and call.method == "txn" else DELIVERED)
+    decider, one, two = [
+        caller(world, name, client if name != "decider" else None, batches=True) for name in ("decider", "one", "two")
+    ]
+    for each in (decider, one, two):
+        check_answered(each, Asking(each).end().look)  # type: ignore[arg-type]
+    world.sleep(1)
+    fates += [Fate(arrives=NEVER), Fate(arrives=NEVER, breaks=0.3)]
+    first = Asking(one)
+    world.sleep(0.1)
+    second, began = Asking(two), concurrency.now()
+    assert second.end().error is None
+    assert second.ended_at - began < 1.0
+    assert first.end().error is None
 
 
 @simulated

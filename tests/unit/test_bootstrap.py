@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from ftcoord.testing import Scheduler
+from virtual import Scheduler
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.rendezvous_records import HeardRound, RollChunk, Round, Seat, head_of

@@ -8,7 +8,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from virtual.backend import Snapshot
 
@@ -27,6 +27,8 @@ BURIAL: Final = 2.0
 """Seconds within which a sentinel that etcd answers gives up the leases of a process that was killed."""
 CALL_TIMEOUT: Final = 1.0
 """Seconds that an order of the operator's may take."""
+LONGEST_LAG: Final = 7.0
+"""Seconds."""
 WORKER_FAILURE: Final = WorkerFailure(4711, signal=9, fate="was killed by signal 9 (SIGKILL)")
 
 
@@ -143,11 +145,11 @@ class Faults:
         return f"the wall clock of {victim.name} jumps by {seconds:g} s"
 
     def _worker_fails(self, draw: random.Random) -> str:
-        agents = [(process, role) for process, role in self._world.of(Agent) if role.now is not None]
-        if not agents:
-            return ""
-        process, role = draw.choice(agents)
-        watch = role.handler._resources.watch
+        process, role = self._working(draw)
+        return self._fail(process, role, draw)
+
+    def _fail(self, process: Any, role: Any, draw: random.Random) -> str:
+        watch = role.handler._resources.watch if role is not None else None
         if watch is None or not watch.watches:
             return ""
         process.begin(lambda: watch.fail(WORKER_FAILURE), "workers")
@@ -156,6 +158,27 @@ class Faults:
         else:
             self._after(draw.uniform(1, 10), lambda: setattr(watch, "watches", False))
         return f"a worker of {process.name} fails"
+
+    def _working(self, draw: random.Random) -> tuple[Any, Any]:
+        """An agent that has workers, and its process."""
+        agents = [(process, role) for process, role in self._world.of(Agent) if role.now is not None]
+        return draw.choice(agents) if agents else (None, None)
+
+    def _job_fails(self, draw: random.Random) -> str:
+        process, role = self._working(draw)
+        what = self._fail(process, role, draw)
+        if what:
+            role.gives_up = True
+        return what and f"{what}, which may not start them again"
+
+    def _job_finishes(self, _draw: random.Random) -> str:
+        """Those of the last round; who has been left behind in an earlier one works on."""
+        rounds = [role.now for _, role in self._world.of(Agent) if role.now is not None]
+        if not rounds:
+            return ""
+        last = max(rounds, key=lambda now: now.number)
+        self._world.oracles.rounds.done.add((last.number, last.roll))
+        return f"the workers of round {last.number} finish"
 
     def _drain(self, draw: random.Random) -> str:
         """Another agent is started on its host when it has left."""
@@ -192,6 +215,15 @@ class Faults:
         victim.cut(direction)
         self._after(seconds, victim.mend)
         return f"{victim.name} is cut off ({direction}) for {seconds:g} s"
+
+    def _lag(self, draw: random.Random) -> str:
+        victim = self._world.victim(draw)
+        if victim is None:
+            return ""
+        seconds, share = draw.uniform(0.05, LONGEST_LAG), draw.choice((0.5, 1.0))
+        victim.lag.begin(lambda: draw.random() < share)
+        self._after(seconds, victim.lag.end)
+        return f"{'some' if share < 1 else 'all'} watches of {victim.name} lag for {seconds:.3f} s"
 
     # -- etcd ---------------------------------------------------------------------------------------------------------
 

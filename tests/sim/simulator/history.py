@@ -15,6 +15,7 @@ from virtual import MemoryEtcd, Scheduler, Stuck
 
 from ftcoord import concurrency
 from ftcoord.etcd.api import KeyValue
+from simulator.calm import keep_promises
 from simulator.faults import Faults, cast
 from simulator.kernel import Kernel
 from simulator.managed_roles import managers_installed
@@ -146,9 +147,11 @@ def _play(world: World, faults: Faults) -> None:
         process.resume()
         process.mend()
         process.client.loses = lambda _event: False
+        process.lag.end()
     _hear(world)
     _come_about(world)
     _stay_calm(world, since)
+    keep_promises(world)
     _end(world)
     world.oracles.finish()
 

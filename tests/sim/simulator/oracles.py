@@ -27,6 +27,7 @@ from ftcoord.core.layout import (
 from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_replica
 from ftcoord.core.rendezvous_records import AnyRound, Round, RoundHead, parse_decided
+from ftcoord.core.round_situation import Restart
 from ftcoord.core.store_values import plain
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Event, KeyValue
@@ -76,21 +77,28 @@ class StartedRound:
 
 
 class RoundOracle:
-    """S1, S2 and S3 of the rounds, as etcd holds them and as handlers tell them.
+    """S1, S2, S3, R5 and R7 of the rounds, as etcd holds them and as handlers tell them.
 
     Args:
         nnodes: the fewest and the most nodes of a round.
+        is_there: whether a member has a key.
+        restart: which runs that are over may go on.
     """
 
-    def __init__(self, nnodes: tuple[int, int]) -> None:
-        self._nnodes = nnodes
+    def __init__(self, nnodes: tuple[int, int], is_there: Callable[[str], bool], restart: Restart) -> None:
+        self._nnodes, self._is_there, self._restart = nnodes, is_there, restart
         self.record: AnyRound | None = None
+        self.done: set[tuple[int, str]] = set()
+        """The rounds whose workers have finished."""
+        self.ends: set[tuple[int, str, str]] = set()
+        """The rounds in which an agent has ended the run, and how: whether it did depends on the others."""
         self._was_restored = False
         self._drained: set[str] = set()
         """As long as etcd has not lost the order."""
         self._ready: set[tuple[int, str]] = set()
         self._starts: dict[object, tuple[int, str, int]] = {}
         self._ranks: dict[tuple[int, str, int], str] = {}
+        self._addresses: dict[tuple[str, int], tuple[int, str]] = {}
         self._numbers: dict[str, int] = {}
 
     def decided(self, kv: KeyValue) -> None:
@@ -103,7 +111,8 @@ class RoundOracle:
             self._drained.clear()
             return
         old, self.record = self.record, new
-        require("L2 nobody ends the run", not new.closed, f"round {new.number} is closed: {new.closed}")
+        is_ended = not new.closed or any(self._is_end(new, *end) for end in self.ends)
+        require("L2 only its workers end the run", is_ended, f"round {new.number} is closed: {new.closed}")
         least, most = self._nnodes
         is_whole = least <= new.size <= most or not new.size  # one of which nobody knows the seats has none
         require("S1 min <= n <= max", is_whole, f"round {new.number} has {new.size} seats of {least} to {most}")
@@ -115,6 +124,10 @@ class RoundOracle:
         if new.number > old.number and isinstance(new, Round):
             drained = new.nodes.keys() & self._drained
             require("S1 nobody that is drained is seated", not drained, f"{drained} in round {new.number}")
+            if isinstance(old, Round) and new.seats:
+                self._judge_seats(old, new)
+        if old.closed:
+            require("R7 a closed run stays closed", new.closed or self.may_go_on(old), f"{new} after {old}")
         self._drained |= {*new.drained}
         is_lost = new.recalled and not new.size  # the operator has deleted the record, and nobody knows its seats
         if new.number == old.number and old.size and not is_lost:
@@ -122,6 +135,25 @@ class RoundOracle:
             require("S1 one membership a round", same, f"round {new.number} has other seats")
             require("S1 a recall is not taken back", new.recalled or not old.recalled, f"round {new.number}")
             require("S1 a round stays ready", new.ready or not old.ready, f"round {new.number}")
+
+    def _is_end(self, closed: AnyRound, number: int, roll: str, outcome: str) -> bool:
+        """Whether who has ended that round may have closed this one: if etcd has lost that, an earlier one."""
+        is_this = (number, roll) == (closed.number, closed.roll) or (self._was_restored and number >= closed.number)
+        return is_this and outcome == closed.outcome
+
+    def may_go_on(self, closed: AnyRound) -> bool:
+        """Whether new agents may go on from a run that is over."""
+        return self._restart == "always" or (self._restart == "failed" and closed.outcome == "failed")
+
+    def _judge_seats(self, old: Round, new: Round) -> None:
+        before, after = ([one.node for one in round_.seats] for round_ in (old, new))
+        first, *others = [node for node in before if node in after] or [after[0]]
+        kept = {0: first} | {before.index(node): node for node in others if before.index(node) < len(after)}
+        moved = {rank: node for rank, node in kept.items() if after[rank] != node}
+        require("R5 ranks are kept", not moved, lambda: f"{moved} have other ranks in {after} after {before}")
+        stay = [one.host for one in old.seats if self._is_there(one.member)]
+        may_stay = not (old.closed and stay) or self._was_restored
+        require("R7 all leave before a run goes on", may_stay, lambda: f"{stay} are there, and {new} is decided")
 
     def restored(self) -> None:
         self.record, self._was_restored = None, True
@@ -138,6 +170,8 @@ class RoundOracle:
         holder = self._ranks.setdefault((now.number, now.roll, now.rank), process)
         require("S1 a rank has one holder", holder == process, f"{process} and {holder}: {now}")
         require("S1 ranks are 0 to n-1", 0 <= now.rank < now.size, f"{process}: {now}")
+        other = self._addresses.setdefault((now.address, now.port), (now.number, now.roll))
+        require("a round has a fresh address", other == (now.number, now.roll), f"{process}: {now}, as {other}")
 
 
 _Which: TypeAlias = "tuple[int, int, float, str]"
@@ -361,10 +395,13 @@ class Oracles:
     """Whether a process was killed, by its name."""
     nnodes: tuple[int, int]
     """The fewest and the most nodes of a round."""
+    restart: Restart
+    """Which runs that are over new agents may go on from."""
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.rounds, self.quorums = RoundOracle(self.nnodes), QuorumOracle(self.job, self.owner)
+        self.rounds = RoundOracle(self.nnodes, lambda member: member_key(RUN, member) in self.kvs, self.restart)
+        self.quorums = QuorumOracle(self.job, self.owner)
         self.was_restored = False
         self.operations: list[Operation] = []
         self.timers = TimersHeld()
@@ -458,6 +495,8 @@ class Oracles:
             number = int(kv.key.removeprefix(self._round_stores).partition("/")[0])
             open_ = event.kind == "delete" or f"{self._fences.start}{number}" in self.kvs
             require("S3 no late writes", open_, f"{kv.key} is written, and round {number} is over")
+            is_members = kv.lease and member_key(RUN, f"{kv.lease:016x}") in self.kvs
+            require("a round's store outlives its members", not is_members, f"{kv.key} ends with {kv.lease:x}")
         elif kv.key.startswith(self._data):
             value = plain(kv.value, kv.version) if event.kind == "put" else None
             self._store.setdefault(kv.key, []).append((kv.mod_revision, value))

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from ftcoord.core.round_situation import Restart
+
 
 @dataclass(frozen=True)
 class Network:
     """How likely it is, from 0 to 1, that a call is refused, loses its request or its answer, has its request arrive
-    late or twice; and the seconds that a request, and an answer, takes at the most."""
+    late or twice, or is answered slowly; and the seconds that a request, and an answer, takes at the most."""
 
     refused: float = 0.0
     lost_requests: float = 0.0
@@ -19,11 +21,12 @@ class Network:
     late: float = 0.0
     twice: float = 0.0
     delay: float = 0.0
+    slow: float = 0.0
 
     @property
     def loses_nothing(self) -> bool:
-        """Whether each call gets through, and once."""
-        return not any((self.refused, self.lost_requests, self.lost_answers, self.late, self.twice))
+        """Whether each call gets through, once, and in time."""
+        return not any((self.refused, self.lost_requests, self.lost_answers, self.late, self.twice, self.slow))
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Profile:
         faults: how often each kind of fault is drawn, next to the others.
         mean_pause: seconds between two faults, on average.
         seconds: how long faults go on.
+        slow: how likely it is that an answer takes long, where the network is bad; it arrives all the same.
 
     Short histories that are full of faults find nearly as many planted faults as histories of three times their length
     with as many faults, in less than half of the time.
@@ -44,6 +48,7 @@ class Profile:
     faults: Mapping[str, float]
     mean_pause: float = 1.5
     seconds: tuple[float, float] = (5.0, 16.0)
+    slow: float = 0.0
 
 
 PROCESSES: Final = {"kill": 4.0, "stop": 2.0, "slow": 2.0, "clock": 1.0}
@@ -59,6 +64,7 @@ ETCD: Final = {
 }
 KEYS: Final = {"delete_key": 1.5, "garbage": 1.5}
 RESTORES: Final = {"restore": 2.0, "wipe": 1.0}
+ENDS: Final = {"worker_fails": 1.0, "job_fails": 2.0, "job_finishes": 2.0}
 ALL: Final = {**PROCESSES, **NETWORK, **ETCD, **KEYS}
 
 PROFILES: Final[Mapping[str, Profile]] = {
@@ -79,6 +85,13 @@ PROFILES: Final[Mapping[str, Profile]] = {
         seconds=(15.0, 45.0),  # timers last for seconds, and little else happens
     ),
     "votes": Profile({"group": (1, 3)}, ALL),
+    "ends": Profile({"agent": (2, 4)}, {**PROCESSES, **NETWORK, **ETCD, **ENDS}, seconds=(10.0, 30.0)),
+    "lost ends": Profile({"agent": (2, 4)}, {**PROCESSES, **NETWORK, **RESTORES, **ENDS}, seconds=(10.0, 30.0)),
+    "late": Profile(
+        {"agent": (0, 3), "trainer": (0, 3), "candidate": (0, 2), "party": (0, 2), "store": (0, 2)},
+        {**PROCESSES, **NETWORK, **ETCD, "lag": 6.0, "worker_fails": 1.0},
+        slow=0.03,
+    ),
 }
 
 
@@ -106,6 +119,7 @@ class Plan:
 
     Args:
         pace: how much longer than in a busy job everybody pauses between two steps.
+        restart: which runs that are over new agents may go on from.
     """
 
     seed: int
@@ -119,6 +133,7 @@ class Plan:
     drifts: bool = False
     options: Mapping[str, float] = field(default_factory=dict)
     pace: float = 1.0
+    restart: Restart = "failed"
 
     def dumped(self) -> dict[str, Any]:
         """As JSON can hold it: what a seed brings changes with the profiles, this does not."""
@@ -156,19 +171,20 @@ def plan_of(seed: int, profile: str | None = None) -> Plan:
         name,
         cast,
         tuple(faults),
-        _network(draw),
+        _network(draw, of.slow),
         seconds,
         nnodes=(least, draw.randint(least, agents + 1)),
         rolls_in_twos=draw.random() < 0.3,
         drifts=draw.random() < 0.3,
         options={"join_timeout": draw.choice((1.0, 4.0)), "min_replicas": float(draw.choice((1, 1, 2)))},
         pace=draw.choice((1.0, 3.0, 3.0)),
+        restart=draw.choice(("failed", "failed", "always")),
     )
 
 
-def _network(draw: random.Random) -> Network:
+def _network(draw: random.Random, slow: float) -> Network:
     """Half of the networks are good: a bad one hides what needs luck to be seen."""
     if draw.random() < 0.5:
         return Network(delay=draw.choice((0.0, 0.0, 0.002)))
     bad = draw.choice((0.01, 0.05))
-    return Network(bad, bad, bad, bad, draw.choice((0.0, bad)), draw.choice((0.002, 0.05, 0.3)))
+    return Network(bad, bad, bad, bad, draw.choice((0.0, bad)), draw.choice((0.002, 0.05, 0.3)), slow)

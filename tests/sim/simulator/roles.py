@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from store_history import Operation
 from torch.distributed import DistStoreError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 
 import ftcoord
 from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.quorum_records import QuorumRequest
-from ftcoord.core.rendezvous_records import ROLLS, RollSizes
+from ftcoord.core.rendezvous_records import FAILED, FINISHED, ROLLS, RollSizes
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
@@ -43,11 +44,18 @@ class Agent(Role):
     now: StartedRound | None = None
     """The round that its workers run in."""
     handler: handlers.EtcdRendezvousHandler | None = None
+    gives_up = False
+    """Whether it ends the run when its workers have failed."""
+    wants: tuple[int, int] | None = None
+    """Its `--nnodes`, where they are not the others'."""
+    error: BaseException | None = None
+    """What ended it last."""
 
     def live(self, process: Process) -> None:
-        least, most = self.world.plan.nnodes
+        least, most = self.wants or self.world.plan.nnodes
         settings = RendezvousSettings(
-            "etcd-v3", "run", least, most, process.name, None, last_call_timeout=2.0, lease_ttl=5, close_timeout=1.0
+            "etcd-v3", "run", least, most, process.name, None, last_call_timeout=2.0, lease_ttl=5, close_timeout=1.0,
+            restart=self.world.plan.restart,
         )  # fmt: skip
         while not process.leaves.is_set():
             handler = handlers.EtcdRendezvousHandler(settings, Hold(process.client))
@@ -61,16 +69,45 @@ class Agent(Role):
             try:
                 handler.prepare()
                 self.handler = handler
-                while not process.leaves.is_set():
+                while self._goes_on(process):
                     self._round(process, handler)
-                raise Leaves
+                if process.leaves.is_set():
+                    raise Leaves
             except Leaves:
                 handler.shutdown()
+            except ChildFailedError:
+                self._end(process, handler, FAILED)
+                return
             except (RendezvousError, SystemExit) as error:  # the latter ends an agent that was drained
                 process.note("!", f"ends: {type(error).__name__}: {error}")
+                self.error = error
                 handler.shutdown()
                 process.rest(RESTART_PAUSE)
+                if isinstance(error, RendezvousClosedError) and not process.leaves.is_set():
+                    self._is_started_again(process)
+                    return
+            else:
+                self._end(process, handler, FINISHED)
+                return
             self.now = None
+
+    def _goes_on(self, process: Process) -> bool:
+        """Unless it is to leave, or its workers have finished."""
+        now = self.now
+        is_done = now is not None and (now.number, now.roll) in self.world.oracles.rounds.done
+        return not (is_done or process.leaves.is_set())
+
+    def _end(self, process: Process, handler: handlers.EtcdRendezvousHandler, outcome: str) -> None:
+        """End the run, unless the others went on without this node; as torch's agent, which then ends."""
+        assert self.now is not None
+        process.note("!", f"ends, since its workers have {outcome}")
+        self.world.oracles.rounds.ends.add((self.now.number, self.now.roll, outcome))
+        handler.shutdown()
+        self.now = None
+        self._is_started_again(process)
+
+    def _is_started_again(self, process: Process) -> None:
+        self.world.ended(process, self.draw, self.draw.choice((0.5, 2.0, 10.0)))
 
     def interrupt(self) -> None:
         if self.handler is not None:
@@ -93,32 +130,45 @@ class Agent(Role):
         self.now = now
         if not self._meets(process, info.store, now):
             return
-        while not (process.leaves.is_set() or handler.num_nodes_waiting()):
+        while self._goes_on(process) and not handler.num_nodes_waiting():
             process.pause(self.draw.choice((0.2, 1.0)))
             with contextlib.suppress(DistStoreError, RuntimeError):  # as workers do that meet now and then
                 info.store.set(f"alive{now.rank}", f"{self.world.scheduler.time}")
             watch = handler._resources.watch
             if watch is not None and not watch.watches:
+                if self.gives_up:
+                    raise ChildFailedError("train", {now.rank: ProcessFailure(0, 4711, -9, "")})
                 break
+        if not self._goes_on(process):  # torch's exit barrier
+            self._exchange(info.store, "done", now.size, now.rank, "")
+
+    def _exchange(self, store: EtcdStore, key: str, size: int, rank: int, value: str) -> list[str]:
+        """What all ranks have set; empty if one did not come."""
+        try:
+            store.set(f"{key}{rank}", value)
+            return [store.get(f"{key}{one}").decode() for one in range(size)]
+        except (DistStoreError, RuntimeError) as error:
+            self.world.asking.note("!", f"cannot exchange {key}: {error}")
+            return []
 
     def _meets(self, process: Process, store: EtcdStore, now: StartedRound) -> bool:
         """Exchange something with all other ranks, as torch's agents do before they start workers; whether all did."""
         store.set_timeout(timedelta(seconds=10))
-        try:
-            store.set(f"rank{now.rank}", f"{now.number} {now.roll} {now.rank}")
-            told = [store.get(f"rank{rank}").decode() for rank in range(now.size)]
-        except (DistStoreError, RuntimeError) as error:
-            process.note("!", f"cannot exchange ranks: {error}")
-            return False
-        wanted = [f"{now.number} {now.roll} {rank}" for rank in range(now.size)]
-        process.check(_same_store, told, wanted)
-        return True
+        told = self._exchange(store, "rank", now.size, now.rank, f"{now.number} {now.roll} {now.rank}")
+        if told:
+            wanted = [f"{now.number} {now.roll} {rank}" for rank in range(now.size)]
+            process.check(_same_store, told, wanted)
+        return bool(told)
 
     @classmethod
     def missing(cls, world: World, since: float) -> str:
         agents: list[Agent] = [role for _, role in world.of(cls)]
         least, most = world.plan.nnodes
         record = world.oracles.rounds.record
+        if record is not None and record.closed and not world.oracles.rounds.may_go_on(record):
+            # Whoever works in a later round is not called back by what a restored etcd shows.
+            left = [one.now for one in agents if one.now is not None and one.now.number <= record.number]
+            return f"{left} run, and the run is over: {record.closed}" if left else ""
         if len(agents) < least:
             return ""
         last = max((one.now.number for one in agents if one.now is not None), default=0)

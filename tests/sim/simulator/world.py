@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from virtual import (
     DELIVERED,
@@ -58,6 +58,7 @@ class Link:
             (network.lost_answers, lambda _late, _again: LOST_ANSWER),
             (network.late, lambda late, _again: Fate(arrives=late, breaks=0)),
             (network.twice, lambda _late, again: Fate(again=again)),
+            (network.slow, lambda late, _again: Fate(answers=late)),
         )
         self.cut = ""
         """Which direction nothing gets through: requests, answers or neither."""
@@ -86,6 +87,38 @@ class Link:
         return Fate(self._draw.uniform(0, self._delay), self._draw.uniform(0, self._delay))
 
 
+class Lag:
+    """Watches of one client that hear of changes late, while its calls are answered; each by itself, since the watches
+    of a stream have no common order."""
+
+    def __init__(self, client: MemoryClient) -> None:
+        self._watches = client._watches
+        self._deliver = self._watches._handle
+        self._lagging: Callable[[], bool] | None = None
+        self._is_late: dict[object, bool] = {}
+        self._held: list[tuple[Any, Any, Any]] = []  # only the client's thread, as all of it but for `begin`
+        self._watches._handle = self._handle  # type: ignore[method-assign]
+
+    def begin(self, is_late: Callable[[], bool]) -> None:
+        """From now on those watches lag of which this is true."""
+        self._lagging = is_late
+
+    def end(self) -> None:
+        """They hear of all that they have missed, in etcd's order."""
+        self._watches._inbox.put((None, None, self))
+
+    def _handle(self, source: Any, subscription: Any, item: Any) -> None:
+        if item is self:
+            held, self._held, self._lagging = self._held, [], None
+            self._is_late.clear()
+            for entry in held:
+                self._deliver(*entry)
+        elif self._lagging is not None and self._is_late.setdefault(source, self._lagging()):
+            self._held.append((source, subscription, item))
+        else:
+            self._deliver(source, subscription, item)
+
+
 class Process:
     """One life of a process: it runs its role until it is told to leave, or is killed."""
 
@@ -94,6 +127,7 @@ class Process:
         draw = random.Random(f"{world.plan.seed} {name}")
         self.link = Link(world.plan.network, draw, self.note)
         self.client = self._client()
+        self.lag = Lag(self.client)
         self.leaves = concurrency.event()
         self.is_killed = self.is_stopped = self.is_done = self.is_cut = self._has_lost_its_host = False
         self.resumed_at = 0.0
@@ -245,7 +279,7 @@ class World:
         self.owners: dict[int, Process] = {}
         self.kept: dict[int, KeptLease] = {}
         """What the owner of each lease knows of it."""
-        self.oracles = Oracles(self.job, self._name_of, self._is_dead, self._is_killed, plan.nnodes)
+        self.oracles = Oracles(self.job, self._name_of, self._is_dead, self._is_killed, plan.nnodes, plan.restart)
         self.processes: dict[str, Process] = {}
         self.begun: dict[str, Process] = {}
         """Those, and one that runs already while it is being started."""
@@ -261,6 +295,8 @@ class World:
         """Each kills a timer server that has claimed a timer, and is about to kill the worker."""
         self.is_ending = False
         """Whether all are told to leave."""
+        self.to_come = 0
+        """How many processes have ended by themselves, and are to be started again."""
         self._lives: Counter[str] = Counter()
 
     def note(self, what: object) -> None:
@@ -281,6 +317,19 @@ class World:
         name = f"{slot}.{self._lives[slot]}"
         self.start(type(victim.role)(self, draw), name)
         self.note(f"{name} is started in place of {victim.name}")
+
+    def ended(self, process: Process, draw: random.Random, pause: float) -> None:
+        """A process has ended by itself, and is started again after a pause, by whoever watches over it."""
+
+        def restart() -> None:
+            self.scheduler.sleep(pause)
+            self.to_come -= 1
+            if not (self.is_ending or process.is_killed):
+                self.restart(process, draw)
+
+        self.to_come += 1
+        with self.scheduler.process("main"):
+            concurrency.thread(restart, "operator").start()
 
     def reaped(self, victim: Process, by: Process) -> None:
         """A process is about to be killed for a timer; unless who is to kill it dies first."""

@@ -94,3 +94,25 @@ BACK_UNDER_ANOTHER_LEASE_AND_THE_RECORD_IS_GONE: Final = FOUND[
 ]
 TWO_ROUNDS_HAVE_ONE_NUMBER: Final = FOUND["two rounds with one number, of which etcd has forgotten both"]
 LEFT_IN_AN_EARLIER_ROUND: Final = replace(TWO_ROUNDS_HAVE_ONE_NUMBER, seed=7)
+THE_OTHERS_FINISH_WITHOUT_ONE: Final = Plan(
+    6,
+    "ends",
+    {"agent": 3},
+    (PlannedFault(8.0, "cut", 6), PlannedFault(19.0, "job_finishes", 0)),
+    Network(),
+    24.0,
+    nnodes=(2, 3),
+    options=OPTIONS,
+)
+"""A node is cut off, and back when the others have formed a round without it, and finished."""
+RESTORED_TO_AN_END_THAT_WAS_LEFT_BEHIND: Final = Plan(
+    5,
+    "lost ends",
+    {"agent": 3},
+    (PlannedFault(8.5, "job_fails", 5), PlannedFault(19.9, "restore", 5), PlannedFault(20.1, "worker_fails", 5)),
+    Network(),
+    24.0,
+    nnodes=(2, 3),
+    options=OPTIONS,
+)
+"""A run fails, is started again, and etcd loses that; then its nodes need another round."""

@@ -16,9 +16,11 @@ from simulator.mutants.plans import (
     LEFT_BEHIND_AND_THE_RECORD_IS_GONE,
     LEFT_IN_AN_EARLIER_ROUND,
     RESTORED_BEFORE_AND_AFTER_ALL_ASK,
+    RESTORED_TO_AN_END_THAT_WAS_LEFT_BEHIND,
     ROSTERS_ARE_DELETED,
     SENT_BEFORE_A_RESTORE,
     THE_LAST_DECISION_IS_MISSED,
+    THE_OTHERS_FINISH_WITHOUT_ONE,
     TWO_ROUNDS_HAVE_ONE_NUMBER,
 )
 from simulator.mutants.planting import Mutant
@@ -27,6 +29,7 @@ ROUNDS: Final = ("rounds", "restores")
 QUORUMS: Final = ("quorums", "lost quorums")
 HEARTBEATS: Final = ("heartbeats",)
 RESTORES: Final = ("restores",)
+ENDS: Final = ("ends", "lost ends")
 STORES: Final = ("stores",)
 TIMERS: Final = ("timers",)
 VOTES: Final = ("votes",)
@@ -224,6 +227,63 @@ MUTANTS: Final = (
     Mutant(
         "nodes of another round with the number of a lost one are taken for its own", "ftcoord.core.rendezvous",
         "odd = _others_in(mine, poll) or", "odd =", ("restores",), plans=(TWO_ROUNDS_HAVE_ONE_NUMBER,),
+    ),
+    Mutant(
+        "a round's store ends with the lease of a node", "ftcoord.rendezvous.handler",
+        "lease=member.record_lease or None,", "lease=member.session.lease_id or None,", ROUNDS,
+    ),
+    Mutant(
+        "newcomers go before participants of the last round", "ftcoord.core.forming",
+        "ranked = _rank((back + new)[: poll.limits[1]], nodes_before)",
+        "ranked = _rank((new + back)[: poll.limits[1]], nodes_before)", ROUNDS,
+    ),
+    Mutant(
+        "ranks are not kept", "ftcoord.core.forming",
+        "wanted = 0 if index == 0 else rank", "wanted = len(chosen) - 1 - index", ROUNDS,
+    ),
+    Mutant(
+        "a worker that failed recalls nobody", "ftcoord.core.rendezvous",
+        "if failing and options.recall_on_loss:", "if False:", ("rounds",),
+    ),
+    Mutant(
+        "who lost its lease has no time to come back", "ftcoord.core.rendezvous",
+        "return since + (whole if many else min(MOMENT, whole))", "return -inf", ("rounds",),
+    ),
+    Mutant(
+        "a surplus node recalls the round", "ftcoord.core.rendezvous",
+        "if new and len(previous.seats) - len(gone) < poll.limits[1]:", "if new:", ("rounds",),
+    ),
+    Mutant(
+        "nodes with other limits count", "ftcoord.core.round_poll",
+        "elif newest[ask.node] is member and ask.limits == limits:", "elif newest[ask.node] is member:", ("rounds",),
+    ),
+    Mutant(
+        "other limits are waited for without end", "ftcoord.rendezvous.limits",
+        "if moment > self._since + self._settings.lease_ttl * LEASES_OUTLIVED:", "if False:", ("rounds",),
+    ),
+    Mutant(
+        "a node that the others left behind is not called back when they finish", "ftcoord.core.rendezvous",
+        "is_done = now.outcome == FINISHED and is_same_round(now, mine)", "is_done = now.outcome == FINISHED", ENDS,
+        plans=(THE_OTHERS_FINISH_WITHOUT_ONE,),
+    ),
+    Mutant(
+        "a run that finished is started again", "ftcoord.core.rendezvous",
+        'return restart == "always" or (restart == "failed" and closed.outcome == FAILED)', 'return restart != "never"',
+        ENDS,
+    ),
+    Mutant(
+        "a run is started again while its nodes still leave it", "ftcoord.core.rendezvous",
+        "    if left:\n        return Wait(\n            f\"the run is closed, and",
+        "    if False:\n        return Wait(\n            f\"the run is closed, and", ENDS,
+    ),
+    Mutant(
+        "a node that the others went on without ends the run", "ftcoord.core.rendezvous",
+        "if speaks and not now.closed else None", "if not now.closed else None", ENDS,
+    ),
+    Mutant(
+        "the end of a round that went on from it still counts", "ftcoord.core.rendezvous",
+        "return bool(closed.closed) and ask.reopens == closed.number < ask.seated", "return False", ("lost ends",),
+        plans=(RESTORED_TO_AN_END_THAT_WAS_LEFT_BEHIND,),
     ),
     # -- quorums ------------------------------------------------------------------------------------------------------
     Mutant(
