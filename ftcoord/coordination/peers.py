@@ -6,16 +6,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from pathlib import Path
 from typing import Final, TypeAlias
 from urllib.parse import unquote
 
+from ftcoord.proc import connections
+
 log = logging.getLogger(__name__)
 
-TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-"""Linux's lists of the connections of this process's network."""
 _ESTABLISHED: Final = "01"
 _WORD: Final = 8
 """Hexadecimal digits of the 32-bit words in which an address is written, each in the byte order of this host."""
@@ -30,26 +28,16 @@ def ended(port: int, peers: Collection[str]) -> frozenset[str]:
     Returns none where the system does not say (outside Linux, or while it cannot read its tables), and leaves out names
     that are no addresses. A process that has inherited a connection keeps it open, and so does a proxy.
     """
-    texts = _tables()
+    try:
+        texts = connections()
+    except OSError as error:  # all connections in a table that cannot be read would seem to have ended
+        log.debug("which connections stand cannot be told for now: %s", error)
+        return frozenset()
     if not texts:
         return frozenset()
     standing = {peer for text in texts for peer in connected(text, port)}
     known = {name: peer for name in peers if (peer := parse(name)) is not None}
     return frozenset(name for name, peer in known.items() if peer not in standing)
-
-
-def _tables() -> list[str]:
-    """The text of each table that this system has. Returns nothing if one of them cannot be read, for instance because
-    the process has no file descriptor left: all connections in that table would seem to have ended."""
-    texts = []
-    try:
-        for table in TABLES:
-            with suppress(FileNotFoundError):  # no Linux, or no IPv6
-                texts.append(table.read_text(encoding="ascii"))
-    except OSError as error:
-        log.debug("which connections stand cannot be told for now: %s", error)
-        return []
-    return texts
 
 
 def parse(name: str) -> Peer | None:

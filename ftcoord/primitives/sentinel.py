@@ -21,7 +21,7 @@ from ftcoord.config import OFF, EtcdConfig
 from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
 from ftcoord.primitives.sentinel_pipe import SentinelPipe
-from ftcoord.primitives.watched_process import own_pidfd, own_stack
+from ftcoord.proc import own_pidfd
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,6 @@ class Sentinel:
 
     def _all(self) -> Iterator[Order]:
         """All orders that a new process needs."""
-        yield Order(stack=own_stack())  # before it looks itself this may be another program
         for config, number in self._etcds.items():
             yield Order(etcd=number, config=config_raw(config))
         yield from self._kept.values()

@@ -12,9 +12,8 @@ The kernel may hold a dead process for minutes before the pidfd reports it: whil
 So the sentinel checks before it renews a lease in place of the process.
 
 Orders come through standard input, see `ftcoord.primitives.sentinel_orders`. If that ends while the process is alive,
-the process has become another program by `exec`, which counts as its end; or it has closed its files. In the latter
-case it starts another sentinel at its next renewal, which ends this one. Until then this one renews nothing, but still
-buries the process.
+the process has closed its files, and starts another sentinel at its next renewal; or it has become another program by
+`exec`, and its leases expire. Until then this sentinel renews nothing, but still buries the process.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import logging
 import math
 import os
 import select
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,7 +34,7 @@ from math import inf
 from operator import attrgetter
 from typing import Final
 
-from ftcoord import concurrency
+from ftcoord import concurrency, proc
 from ftcoord.config import EtcdConfig
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
 from ftcoord.core.layout import death_key, member_id
@@ -42,10 +42,9 @@ from ftcoord.core.lease import LeaseTimes
 from ftcoord.errors import ConfigError, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ThreadNotStarted
 from ftcoord.etcd.api import EtcdCalls, Put
 from ftcoord.log_once import LogOnce
-from ftcoord.pidfd import LONGEST_POLL
 from ftcoord.primitives.orphans import Orphans
 from ftcoord.primitives.sentinel_orders import Order, config_from
-from ftcoord.primitives.watched_process import WatchedProcess
+from ftcoord.proc import LONGEST_POLL
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,81 @@ NEXT_LOOK_AFTER: Final = 0.1
 """Seconds between two looks for orphans, once the leases are given up."""
 DEATHS_AT_ONCE: Final = 100
 """Causes in one transaction: etcd takes 128 operations."""
-EXEC: Final = "became another program (exec)"
+_DOES_NOT_RUN: Final = frozenset("TtZXx")
+"""States of a process: stopped, traced, zombie, dead."""
+_LOOK_AGAIN: Final = 0.01
+"""Seconds between two checks without a pidfd."""
+
+
+class WatchedProcess:
+    """This process's parent, which may have ended already.
+
+    Args:
+        pid: its pid.
+        pidfd: a pidfd of it, which this process has inherited: readable when it has ended. None without pidfds.
+    """
+
+    def __init__(self, pid: int, pidfd: int | None) -> None:
+        self.pid, self.pidfd = pid, pidfd
+        self._born = proc.started(os.getpid())
+        self._oom_kills = proc.oom_kills(pid)
+
+    def runs(self) -> bool:
+        """Whether it exists and is not stopped. Without /proc, only whether it exists."""
+        if os.getppid() != self.pid:  # somebody else may have its number
+            return False
+        stat = self._own_stat()
+        return stat is None or stat.state not in _DOES_NOT_RUN
+
+    def has_ended(self, timeout: float = 0) -> bool:
+        """Whether it has ended, or does within `timeout` seconds."""
+        if self.pidfd is not None:
+            return proc.has_ended(self.pidfd, timeout)
+        deadline = concurrency.now() + timeout
+        while os.getppid() == self.pid:
+            if concurrency.now() >= deadline:
+                return False
+            concurrency.sleep(_LOOK_AGAIN)
+        return True
+
+    def is_ending(self) -> bool:
+        """Whether it never returns to its program, though it has not ended yet: it dumps core, frees gigabytes, or was
+        killed while it hangs in a driver. That may take minutes. False without /proc."""
+        return self._own_stat() is not None and proc.is_doomed(self.pid)
+
+    def status(self) -> int | None:
+        """Its status, as `os.wait` returns it; None if it is unknown. For a process that has ended, or is ending.
+
+        /proc has it until the parent has reaped it; afterwards its pidfd does, on a kernel of 2025 or later.
+        """
+        found = self._status_by_pidfd()
+        if found is None and (stat := self._own_stat()) is not None:
+            found = proc.status_of(self.pid, stat)
+        return self._status_by_pidfd() if found is None else found  # it may have been waited for in between
+
+    def told(self) -> None:
+        """Note that it has just reported something: an earlier OOM kill was not of this process."""
+        if self._oom_kills is not None:
+            self._oom_kills.note()
+
+    def was_oom(self) -> bool:
+        """Whether the kernel has killed a process of its control group for lack of memory, shortly before this one's
+        last report, or since. For a process that was killed."""
+        return self._oom_kills is not None and self._oom_kills.grew()
+
+    def cause(self) -> str:
+        """One line: which process it was, and how it ended. For a process that has ended."""
+        return f"{socket.gethostname()} (pid {self.pid}) {proc.fate_of(self.status(), self.was_oom())}"
+
+    def _own_stat(self) -> proc.Stat | None:
+        """The process in /proc; None if there is none, or it is another process with the same pid: that one is younger
+        than this process, and a parent is not."""
+        stat = proc.stat_of(self.pid)
+        is_older = stat is not None and self._born is not None and stat.started <= self._born
+        return stat if is_older else None
+
+    def _status_by_pidfd(self) -> int | None:
+        return None if self.pidfd is None else proc.status_after_wait(self.pidfd)
 
 
 @dataclass(slots=True)
@@ -139,8 +212,6 @@ class Sentinel:
             lease, at, ttl = order["keep"], order["at"], order["ttl"]
             due = inf if order["rests"] else at + ttl * HELP_AFTER
             self._kept[lease] = _Kept(lease, order["etcd"], order["deaths"], order["was"], LeaseTimes(at, ttl), due)
-        elif "stack" in order:
-            self._process.know_program(order["stack"])
         elif "orphans" in order:
             self._mark = order["orphans"]
         else:
@@ -179,15 +250,15 @@ class Sentinel:
             if one.etcd == etcd:
                 one.due = max(one.due, again)
 
-    def bury(self, fate: str = "") -> None:
-        """Report the cause of the process's death, revoke its leases, and end its orphans, unless it is alive (`fate`).
+    def bury(self) -> None:
+        """Report the cause of the process's death, revoke its leases, and end its orphans.
 
         Tries until the leases have expired.
         """
-        value = encode(Death(self._process.cause(fate), int(concurrency.wall() * 1000)))
+        value = encode(Death(self._process.cause(), int(concurrency.wall() * 1000)))
         last = concurrency.now() + max((one.times.ttl for one in self._kept.values()), default=0)
         self._give_up_all(value)  # first: else the others would see workers end, and not know why
-        orphans = Orphans("" if fate else self._mark)
+        orphans = Orphans(self._mark)
         while orphans.look() or (self._kept and concurrency.now() < last):
             concurrency.sleep(AGAIN_AFTER if self._kept else NEXT_LOOK_AFTER)
             self._give_up_all(value)  # also while orphans are left: the others need not wait for those
@@ -221,17 +292,15 @@ class Sentinel:
 def stand_by(process: WatchedProcess) -> None:
     """Carry out orders until the process has ended; then bury it."""
     sentinel = Sentinel(process)
-    fate = _watch(process, sentinel)
-    if fate is None:
+    if not _watch(process, sentinel):
         return
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 2)  # whoever reads what the process has said is not to wait for its sentinel
-    sentinel.bury(fate)
+    sentinel.bury()
 
 
-def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
-    """How the process ended, in words; empty if its exit status shows it, and None if it is alive but has closed the
-    pipe."""
+def _watch(process: WatchedProcess, sentinel: Sentinel) -> bool:
+    """Whether the process has ended. Otherwise it is alive, and has closed the pipe."""
     received = b""
     waits = select.poll()
     waits.register(0, select.POLLIN)
@@ -243,27 +312,24 @@ def _watch(process: WatchedProcess, sentinel: Sentinel) -> str | None:
         if 0 in ready:
             data = os.read(0, 65536)
             if not data:
-                return fate_of_silent(process, sentinel)
+                return ends_silently(process, sentinel)
             *lines, received = (received + data).split(b"\n")
             for line in lines:
                 sentinel.obey(json.loads(line))
             process.told()
         elif ready or (process.pidfd is None and process.has_ended()):  # a child may have kept the pipe open
-            return ""  # only now, since it may have told of leases just before
+            return True  # only now, since it may have told of leases just before
         elif sentinel.next_due() <= concurrency.now() and process.is_ending():  # which no descriptor says
-            return ""
+            return True
         sentinel.renew()
 
 
-def fate_of_silent(process: WatchedProcess, sentinel: Sentinel) -> str | None:
-    """As `_watch`, for a process that has closed the pipe."""
+def ends_silently(process: WatchedProcess, sentinel: Sentinel) -> bool:
+    """Whether a process that has closed the pipe ends, before it would start another sentinel. One that becomes another
+    program closes the pipe too, and nothing else shows that: so its leases are not renewed."""
     if process.has_ended(CALL_TIMEOUT) or process.is_ending():  # which closes it a moment before it shows elsewhere
-        return ""
-    if process.is_another_program():
-        return EXEC
-    # It may die before it starts another sentinel. It may also become another program now, which nobody would see: so
-    # its leases are not renewed.
-    return "" if process.has_ended(max(sentinel.time_left(), 0.0)) else None
+        return True
+    return process.has_ended(max(sentinel.time_left(), 0.0))
 
 
 def main() -> None:

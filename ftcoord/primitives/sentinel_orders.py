@@ -21,7 +21,6 @@ class Order(TypedDict, total=False):
             processes of a machine share; `ttl` its TTL in seconds; `etcd` the number of its etcd. If the process dies,
             the cause is written below the prefix `deaths`, for the lease's member id and for the ids in `was`.
             `rests`: do not renew it. May be repeated.
-        stack: where the stack of the process's program begins. Not on the command line, which everybody may read.
         drop: a lease that no longer needs the sentinel.
         orphans: the mark of the processes to end when this one has ended, empty for none; see
             `ftcoord.primitives.orphans`.
@@ -35,7 +34,6 @@ class Order(TypedDict, total=False):
     deaths: str
     was: Sequence[str]
     rests: bool
-    stack: int
     drop: int
     orphans: str
 

@@ -39,10 +39,11 @@ from ftcoord.etcd.shared import SharedClient
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
 from ftcoord.metrics.exporter import Exporting, MetricsAddress
+from ftcoord.primitives.orphans import MarkedChildren
+from ftcoord.primitives.sentinel import Sentinel
 from ftcoord.rendezvous.bootstrap import Reservation, address_trouble, own_address
 from ftcoord.rendezvous.logs import round_line
 from ftcoord.rendezvous.node import SHUT_DOWN, Node
-from ftcoord.rendezvous.orphans import MarkedChildren
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import raised_as_exceptions, reason_of, why_process_ends
@@ -298,13 +299,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
         with contextlib.ExitStack() as undo:
             undo.callback(self._leave, "it could not prepare")
             self._resources.ends.callback(Exporting(metrics_at).close)
-            if self._settings.timers:
-                is_embedded = self._settings.etcd is None
-                self._resources.ends.callback(
-                    serve_timers(self._settings.prefix, self._etcd, self._resources.note_expiring, is_embedded)
-                )
             children = self._children = MarkedChildren()
             self._resources.ends.callback(children.close)
+            if self._settings.timers:
+                is_embedded = self._settings.etcd is None
+                expiring = self._resources.note_expiring
+                self._resources.ends.callback(
+                    serve_timers(self._settings.prefix, self._etcd, expiring, is_embedded, mark=children.mark)
+                )
             try:
                 self._node.participant.prepare()
             except UNANSWERED as error:
@@ -351,7 +353,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         the worker may end before the agent looks at it."""
         children, member = self._children, self._node.participant.member
         if children is not None and self._settings.orphans == "end":
-            children.end_with_this_process()
+            if (sentinel := Sentinel.of_process()) is not None:
+                sentinel.end_orphans(children.mark)
             if member is not None:
                 member.session.introduce()
         if concurrency.is_main_thread():  # as an agent's: the watch looks for its workers again and again

@@ -17,8 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ftcoord.core.causes import first_failure
 from ftcoord.core.event_records import WorkerFailure, clipped
-from ftcoord.primitives.orphans import environment_of
-from ftcoord.primitives.watched_process import fate_of
+from ftcoord.proc import environment_of, fate_of
 
 LARGEST_ERROR_FILE: Final = 1 << 20
 """Bytes. Larger error files are ignored."""

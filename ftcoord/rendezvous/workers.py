@@ -19,14 +19,16 @@ from typing import Final, NamedTuple
 from ftcoord import concurrency
 from ftcoord.core.causes import first_failure, follows
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.pidfd import P_PIDFD, has_ended, open_pidfd
 from ftcoord.primitives.orphans import bears
 from ftcoord.primitives.step_thread import StepThread
-from ftcoord.primitives.watched_process import (
+from ftcoord.proc import (
+    P_PIDFD,
     RECENT,
     children_of,
+    has_ended,
     is_being_started,
     oom_kills,
+    open_pidfd,
     own_thread,
     status_after_wait,
 )

@@ -8,15 +8,11 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
-from ftcoord import pidfd
 from ftcoord.core.timer_records import Worker
 from ftcoord.errors import ConfigError
 from ftcoord.primitives.sentinel import Sentinel
-
-_ENDED_STATES = frozenset("ZXx")
-"""The states in /proc/PID/stat of a process that has ended."""
+from ftcoord.proc import host_name, send_if, started
 
 
 @functools.cache
@@ -26,13 +22,11 @@ def host_id() -> str:
     Raises ConfigError without /proc.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = [_namespace(kind) for kind in ("pid", "time")]
+        return hashlib.blake2b(host_name().encode(), digest_size=8).hexdigest()
     except OSError as error:
         raise ConfigError(
             "platform", sys.platform, "timers tell processes apart by Linux's /proc: use Linux"
         ) from error
-    return hashlib.blake2b(" ".join([boot, *spaces]).encode(), digest_size=8).hexdigest()
 
 
 def this_process(ledger: int, ttl: int) -> Worker:
@@ -50,16 +44,6 @@ def this_process(ledger: int, ttl: int) -> Worker:
     )
 
 
-def started(pid: int) -> int | None:
-    """When a process of this host started, in clock ticks since boot; None if there is none, or it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # from the third one on; the name before may hold anything
-    return None if fields[0] in _ENDED_STATES else int(fields[19])
-
-
 def lives(worker: Worker) -> bool:
     """Whether that very process is running."""
     return started(worker.pid) == worker.start
@@ -72,39 +56,8 @@ def is_untouchable(worker: Worker) -> bool:
 
 
 def kill(worker: Worker) -> bool:
-    """Send SIGKILL to that very process; returns whether it was running.
-
-    Raises OSError when that is not allowed. With pidfds (Linux 5.3) no other process can be hit.
-    """
+    """Send SIGKILL to that very process; returns whether it was running. Raises OSError when that is not allowed."""
     try:
-        handle = pidfd.open_pidfd(worker.pid)
+        return send_if(worker.pid, signal.SIGKILL, lambda: lives(worker))
     except ProcessLookupError:
         return False
-    except OSError:  # an old kernel, or a sandbox
-        return _kill_by_pid(worker)
-    try:
-        if not lives(worker):
-            return False
-        pidfd.send(handle, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(handle)
-    return True
-
-
-def _kill_by_pid(worker: Worker) -> bool:
-    try:
-        if not lives(worker):
-            return False
-        os.kill(worker.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _namespace(kind: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except FileNotFoundError:  # a kernel that does not know this kind has but one of it
-        return ""

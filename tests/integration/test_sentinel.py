@@ -25,8 +25,9 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.orphans import MARK, Orphans
 from ftcoord.primitives.sentinel import Sentinel
+from ftcoord.primitives.sentinel_main import WatchedProcess
 from ftcoord.primitives.sentinel_orders import config_from, config_raw
-from ftcoord.primitives.watched_process import WatchedProcess, fate_of, own_pidfd
+from ftcoord.proc import fate_of, own_pidfd
 
 
 @pytest.fixture
@@ -87,10 +88,14 @@ def test_forks_and_programs_of_the_process_leave_it_alone(victim: Victim) -> Non
     assert "SIGKILL" in victim.await_end()
 
 
-def test_a_process_that_becomes_another_program_has_left(victim: Victim) -> None:
-    victim.tell("exec")
-    assert "exec" in victim.await_end()
-    assert runs(victim.pid)
+def test_the_leases_of_a_process_that_becomes_another_program_expire(
+    etcd: EtcdServer, client: EtcdClient, prefix: str
+) -> None:
+    with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL) as victim:
+        victim.tell("exec")
+        assert victim.await_end() == ""
+        victim.await_end_of(victim.sentinel)
+        assert runs(victim.pid)
 
 
 def test_no_lease_left_no_sentinel_left(victim: Victim) -> None:

@@ -17,7 +17,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.primitives.sentinel import PROGRAM
 from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
 from ftcoord.primitives.sentinel_pipe import SentinelPipe
-from ftcoord.primitives.watched_process import own_pidfd
+from ftcoord.proc import own_pidfd
 
 TTL = 12
 """Seconds: the sentinel would renew the lease after half of it, if it took so long to start."""

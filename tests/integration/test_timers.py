@@ -6,8 +6,6 @@ import contextlib
 import math
 import os
 import re
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,12 +29,11 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, ConfigError
 from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.orphans import MARK
-from ftcoord.primitives.watched_process import parent_of
+from ftcoord.proc import started
 from ftcoord.timer import server as server_module
 from ftcoord.timer.client import EtcdTimerClient
 from ftcoord.timer.environment import VARIABLE
-from ftcoord.timer.process import host_id, started, this_process
+from ftcoord.timer.process import host_id, this_process
 from ftcoord.timer.server import Reap
 
 LONG = 300.0
@@ -209,42 +206,6 @@ def test_only_the_very_process_is_killed(client: EtcdClient, etcd: EtcdServer, p
         server.knows(0)
         assert stranger.runs()
         client.revoke(lease)
-
-
-def test_a_server_ends_neither_itself_nor_its_parent(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
-    endpoint = etcd.get_endpoint()
-    with ServerProcess(prefix, endpoint) as server, Worker(EtcdTimers(prefix, endpoint)) as worker:
-        parent, lease = parent_of(server.pid), client.grant(60).id
-        for pid in (server.pid, parent, 1, worker.pid):
-            plant(client, prefix, lease, pid)
-        worker.killed()
-        assert started(server.pid)
-        assert started(parent)
-        client.revoke(lease)
-
-
-def test_an_agents_server_ends_its_own_workers_only(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    """Also a process that a worker started without the mark; but no other process of the same user."""
-    node = make_nodes(1, 1, run_id="a job", timers="1").one()
-    others = {name: value for name, value in os.environ.items() if name != MARK}
-    script = f"env -u {MARK} sleep 600 & echo $!; wait $!"
-    with (
-        subprocess.Popen(["sleep", "600"], env=others) as stranger,
-        subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as worker,
-    ):
-        assert worker.stdout is not None
-        child, lease = int(worker.stdout.readline()), client.grant(60).id
-        try:
-            for pid in (stranger.pid, child):  # in this order they expire
-                plant(client, "a job", lease, pid)
-            assert worker.wait(90) == 128 + signal.SIGKILL, "that of its child"
-            assert stranger.poll() is None
-        finally:
-            client.revoke(lease)
-            stranger.kill()
-            if worker.poll() is None:
-                os.kill(child, signal.SIGKILL)
-    node.crash()
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------

@@ -20,13 +20,12 @@ import pytest
 from helpers import DEADLINE, eventually, open_files
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from ftcoord import concurrency, proc
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.primitives import watched_process
-from ftcoord.primitives.orphans import MARK
-from ftcoord.primitives.watched_process import own_thread
+from ftcoord.primitives.orphans import MARK, MarkedChildren
+from ftcoord.proc import own_thread
 from ftcoord.rendezvous import workers
 from ftcoord.rendezvous.handler import HandlerResources
-from ftcoord.rendezvous.orphans import MarkedChildren, ProcessMark
 from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch, _workers
 
@@ -36,9 +35,9 @@ UNTIL_TOLD = "import sys; sys.stdin.read(1); sys.exit(3)"
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedChildren]:
     """With a mark of their own: this process's may be on its etcd, if a handler lived when that was started."""
-    mark = ProcessMark()
-    monkeypatch.setattr(ProcessMark, "of_process", lambda: mark)
-    marked = MarkedChildren()
+    with monkeypatch.context() as patch:
+        patch.setattr(concurrency, "of_process", lambda make: make())
+        marked = MarkedChildren()
     yield marked
     marked.close()
     for pidfd, one in _workers(
@@ -385,8 +384,8 @@ def test_memory_that_ran_out_long_before_has_killed_no_worker(
     """But another process of the group."""
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 3\n")
-    monkeypatch.setattr(watched_process, "_groups", lambda _pid: [events])
-    for module in (watched_process, workers):
+    monkeypatch.setattr(proc, "_groups", lambda _pid: [events])
+    for module in (proc, workers):
         monkeypatch.setattr(module, "RECENT", 0.05)
     process = worker()
     watch = WorkerWatch(children.mark, failed.put, unbroken)

@@ -391,7 +391,7 @@ def kernel_of(job: Job) -> Iterator[None]:
     with installed(job.plan.seed, job.sentinel, lambda _kept: None), replacing() as put:
         put(handlers, "address_trouble", lambda *_: "")
         put(handlers, "WorkerWatch", lambda *given, starting: job.node_now.watch(*given))
-        put(handlers, "serve_timers", lambda *given: job.node_now.serve_timers(*given))
+        put(handlers, "serve_timers", lambda *given, mark: job.node_now.serve_timers(*given))
         put(handlers, "why_process_ends", lambda: reason_of(job.node_now.ended))
         put(handlers, "construct_and_record_rdzv_event", record)
         put(timers, "host_id", lambda: job.node_now.name)

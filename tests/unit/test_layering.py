@@ -26,7 +26,7 @@ FLOORS = (
     "errors",
     "closing log_once python_queue",
     "concurrency",
-    "endpoints files fork pidfd pool metrics.series",
+    "endpoints files fork proc pool metrics.series",
     "config job_url metrics.http metrics.process",
     "metrics.exporter logs",
     "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values",
@@ -52,7 +52,7 @@ FLOORS = (
     "embedded.process",
     "embedded.member",
     "embedded.server embedded.cluster",
-    "primitives.sentinel_orders primitives.sentinel_pipe primitives.watched_process",
+    "primitives.sentinel_orders primitives.sentinel_pipe",
     "primitives.orphans",
     "primitives.sentinel primitives.sentinel_main",
     "primitives.mirror primitives.renewal primitives.write_once",
@@ -79,7 +79,7 @@ FLOORS = (
     "timer",
     "heartbeat",
     (
-        "rendezvous.bootstrap rendezvous.fences rendezvous.logs rendezvous.orphans rendezvous.record_change "
+        "rendezvous.bootstrap rendezvous.fences rendezvous.logs rendezvous.record_change "
         "rendezvous.rolls rendezvous.seat rendezvous.settings rendezvous.signals "
         "rendezvous.torchelastic rendezvous.worker_failures"
     ),

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 from virtual import Scheduler
 
-from ftcoord import concurrency, pidfd
+from ftcoord import concurrency, proc
 from ftcoord.primitives import orphans
 from ftcoord.primitives.orphans import GRACE, Orphans
 
@@ -25,8 +25,8 @@ class Machine:
         self.open: dict[int, int] = {}
         self._room, self._next = room, 0
 
-    def listdir(self, _directory: str) -> list[str]:
-        return ["self", *map(str, sorted(self.running))]
+    def processes(self) -> list[int]:
+        return sorted(self.running)
 
     def bears(self, pid: int, mark: str) -> bool:
         return mark == MARK and pid in self.running
@@ -52,10 +52,10 @@ def ended(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Callable[[], Non
         with ExitStack() as ends:
             patch = ends.enter_context(monkeypatch.context())
             patch.setattr(orphans, "bears", machine.bears)
-            patch.setattr(os, "listdir", machine.listdir)
+            patch.setattr(orphans, "processes", machine.processes)
             patch.setattr(os, "close", machine.close)
             for name in ("open_pidfd", "send"):
-                patch.setattr(pidfd, name, getattr(machine, name))
+                patch.setattr(proc, name, getattr(machine, name))
             found = Orphans(MARK)
             while found.look():
                 concurrency.sleep(0.5)

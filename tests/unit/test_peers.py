@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ftcoord import proc
 from ftcoord.coordination import peers
 
 TABLE = """\
@@ -65,23 +66,27 @@ def test_a_connection_that_ends_is_seen_at_once(host: str) -> None:
             assert peers.ended(port, [peer, "unix:"]) == {peer}
 
 
-def test_where_nothing_tells_nobody_has_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(peers, "TABLES", (tmp_path / "tcp", tmp_path / "tcp6"))
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder in which the system's tables are: none yet."""
+    monkeypatch.setattr(proc, "PROC", str(tmp_path))
+    (tmp_path / "net").mkdir()
+    return tmp_path / "net"
+
+
+def test_where_nothing_tells_nobody_has_gone(tables: Path) -> None:
     assert not peers.ended(4711, ["ipv4:127.0.0.1:1"])
 
 
-@pytest.mark.parametrize("unreadable", [0, 1])
-def test_while_one_table_cannot_be_read_nobody_has_gone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unreadable: int
-) -> None:
-    tables = tmp_path / "tcp", tmp_path / "tcp6"
-    tables[unreadable].mkdir()  # IsADirectoryError stands for EMFILE: either is an OSError that is no lack of the table
-    tables[1 - unreadable].write_text("")
-    monkeypatch.setattr(peers, "TABLES", tables)
+@pytest.mark.parametrize(("unreadable", "other"), [("tcp", "tcp6"), ("tcp6", "tcp")])
+def test_while_one_table_cannot_be_read_nobody_has_gone(tables: Path, unreadable: str, other: str) -> None:
+    (
+        tables / unreadable
+    ).mkdir()  # IsADirectoryError stands for EMFILE: either is an OSError that is no lack of the table
+    (tables / other).write_text("")
     assert not peers.ended(4711, ["ipv4:127.0.0.1:1"])
 
 
-def test_one_table_alone_tells_where_the_system_has_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "tcp").write_text("")
-    monkeypatch.setattr(peers, "TABLES", (tmp_path / "tcp", tmp_path / "tcp6"))
+def test_one_table_alone_tells_where_the_system_has_no_other(tables: Path) -> None:
+    (tables / "tcp").write_text("")
     assert peers.ended(4711, ["ipv4:127.0.0.1:1"]) == {"ipv4:127.0.0.1:1"}

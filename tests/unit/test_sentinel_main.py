@@ -19,14 +19,13 @@ from ftcoord.primitives.orphans import GRACE
 from ftcoord.primitives.sentinel_main import (
     AGAIN_AFTER,
     CALL_TIMEOUT,
-    EXEC,
     HELP_AFTER,
     Sentinel,
+    WatchedProcess,
     _watch,
-    fate_of_silent,
+    ends_silently,
 )
 from ftcoord.primitives.sentinel_orders import Order, config_raw
-from ftcoord.primitives.watched_process import WatchedProcess
 
 TTL = 10.0
 COUNT = 50
@@ -71,7 +70,7 @@ class Stub(WatchedProcess):
     def __init__(self) -> None:
         self.pid, self.pidfd, self.stopped = 1, None, False
         self.ends_at = math.inf
-        self.another_program = self.ending = False
+        self.ending = False
 
     def runs(self) -> bool:
         return not self.stopped
@@ -83,11 +82,8 @@ class Stub(WatchedProcess):
     def is_ending(self) -> bool:
         return self.ending
 
-    def is_another_program(self) -> bool:
-        return self.another_program
-
-    def cause(self, fate: str = "") -> str:
-        return fate or "it died"
+    def cause(self) -> str:
+        return "it died"
 
 
 @contextmanager
@@ -307,28 +303,16 @@ def test_orphans_that_do_not_end_do_not_hold_up_the_leases(
     virtually(play)
 
 
-def test_nobody_ends_the_orphans_of_a_process_that_lives_on(
-    monkeypatch: pytest.MonkeyPatch, orphans: list[Stubborn]
-) -> None:
-    def play() -> None:
-        with standing_by(monkeypatch) as (sentinel, _):
-            sentinel.obey(Order(orphans="mark"))
-            sentinel.bury("became another program")
-            assert not any(one.mark for one in orphans)
-
-    virtually(play)
-
-
 @pytest.mark.parametrize(
-    ("dies_after", "fate", "takes"),
+    ("dies_after", "ends", "takes"),
     [
-        (CALL_TIMEOUT / 2, "", CALL_TIMEOUT / 2),
-        (TTL * HELP_AFTER, "", TTL * HELP_AFTER),
-        (2 * TTL, None, TTL),
+        (CALL_TIMEOUT / 2, True, CALL_TIMEOUT / 2),
+        (TTL * HELP_AFTER, True, TTL * HELP_AFTER),
+        (2 * TTL, False, TTL),
     ],
 )
 def test_a_process_that_has_closed_its_files_is_buried_if_it_dies_before_its_next_renewal(
-    monkeypatch: pytest.MonkeyPatch, dies_after: float, fate: str | None, takes: float
+    monkeypatch: pytest.MonkeyPatch, dies_after: float, ends: bool, takes: float
 ) -> None:
     """That would start another sentinel. Nobody renews its leases meanwhile, and this one does not outlive them."""
 
@@ -336,18 +320,9 @@ def test_a_process_that_has_closed_its_files_is_buried_if_it_dies_before_its_nex
         with standing_by(monkeypatch, 2) as (sentinel, process):
             began = concurrency.now()
             process.ends_at = began + dies_after
-            assert fate_of_silent(process, sentinel) == fate
+            assert ends_silently(process, sentinel) == ends
             assert concurrency.now() - began == pytest.approx(takes, abs=0.1)
             assert Noting.made.told == []
-
-    virtually(play)
-
-
-def test_a_process_that_has_closed_its_files_for_another_program_is_buried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def play() -> None:
-        with standing_by(monkeypatch) as (sentinel, process):
-            process.another_program = True
-            assert fate_of_silent(process, sentinel) == EXEC
 
     virtually(play)
 
@@ -362,7 +337,7 @@ def test_a_process_that_the_kernel_holds_though_it_is_dead_is_buried_when_it_wou
             silent = SimpleNamespace(register=lambda *_: None, poll=lambda wait: concurrency.sleep(wait / 1000) or [])
             monkeypatch.setattr(sentinel_main.select, "poll", lambda: silent)
             process.ending = True
-            assert _watch(process, sentinel) == ""
+            assert _watch(process, sentinel)
             assert concurrency.now() == pytest.approx(TTL * HELP_AFTER, abs=0.1)
             assert Noting.made.told == []
 
@@ -382,7 +357,7 @@ def test_a_ttl_of_months_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
             sentinel.obey(Order(etcd=0, keep=0, at=concurrency.now(), ttl=1e7, deaths="/d", was=(), rests=False))
             waiting = SimpleNamespace(register=lambda *_: None, poll=wait)
             monkeypatch.setattr(sentinel_main.select, "poll", lambda: waiting)
-            assert _watch(process, sentinel) == ""
+            assert _watch(process, sentinel)
             assert [0 < one < 1 << 31 for one in waited] == [True]
 
     virtually(play)

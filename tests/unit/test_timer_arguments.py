@@ -17,11 +17,12 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 import ftcoord
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ConfigError
+from ftcoord.proc import started
 from ftcoord.rendezvous.backend import create_backend
 from ftcoord.timer import client as client_module
 from ftcoord.timer.environment import VARIABLE, describe, inherited
 from ftcoord.timer.ledger import Ledger, holds
-from ftcoord.timer.process import kill, lives, started, this_process
+from ftcoord.timer.process import kill, lives, this_process
 
 NOWHERE = "127.0.0.1:1"
 

@@ -13,20 +13,19 @@ import pytest
 from virtual import Scheduler
 
 from ftcoord import concurrency
-from ftcoord.primitives import watched_process
-from ftcoord.primitives.watched_process import RECENT, WatchedProcess
+from ftcoord import proc as reader
+from ftcoord.primitives.sentinel_main import WatchedProcess
+from ftcoord.proc import RECENT
 
-STATE, FLAGS, STARTED, STACK, ENVIRONMENT, EXIT_STATUS = 0, 6, 19, 25, 47, 49
+STATE, FLAGS, STARTED, ENVIRONMENT, EXIT_STATUS = 0, 6, 19, 47, 49
 PF_EXITING = 4
 
 
-def stat(
-    state: str = "S", flags: int = 0, started: int = 0, stack: int = 0, environment: int = 0, exit_status: int = 0
-) -> list[str]:
+def stat(state: str = "S", flags: int = 0, started: int = 0, environment: int = 0, exit_status: int = 0) -> list[str]:
     """What /proc/PID/stat says behind the name."""
     fields = ["0"] * 50
     fields[STATE] = state
-    told = {FLAGS: flags, STARTED: started, STACK: stack, ENVIRONMENT: environment, EXIT_STATUS: exit_status}
+    told = {FLAGS: flags, STARTED: started, ENVIRONMENT: environment, EXIT_STATUS: exit_status}
     for place, number in told.items():
         fields[place] = str(number)
     return fields
@@ -56,7 +55,7 @@ class Proc:
 
 @pytest.fixture
 def proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Proc:
-    monkeypatch.setattr(watched_process, "_PROC", str(tmp_path))
+    monkeypatch.setattr(reader, "PROC", str(tmp_path))
     return Proc(tmp_path)
 
 
@@ -73,7 +72,7 @@ def watched(proc: Proc, fields: Sequence[str] | None, born: int = 100, **status:
 )
 def test_one_that_has_no_environment_yet(proc: Proc, fields: Sequence[str] | None, is_being_started: bool) -> None:
     proc.tell(os.getppid(), fields)
-    assert watched_process.is_being_started(os.getppid()) is is_being_started
+    assert reader.is_being_started(os.getppid()) is is_being_started
 
 
 @pytest.mark.parametrize("state", "RSD")
@@ -162,20 +161,6 @@ def test_a_real_process_that_is_younger_is_not_taken_for_the_parent() -> None:
         assert process.status() is None
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "is_another"),
-    [(5, 5, False), (5, 6, True), (5, 0, False), (0, 6, False), (0, 0, False)],  # 0: it may not be known
-)
-def test_a_program_is_known_by_its_stack(proc: Proc, before: int, now: int, is_another: bool) -> None:
-    process = watched(proc, stat(stack=before))
-    proc.tell(os.getppid(), stat(stack=now))
-    assert process.is_another_program() == is_another
-
-
-def test_the_parent_of_the_tests_stays_the_program_that_it_is() -> None:
-    assert not WatchedProcess(os.getppid(), None).is_another_program()
-
-
 class Group:
     """A control group whose processes the kernel kills, as its file tells it."""
 
@@ -192,7 +177,7 @@ class Group:
 def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Group:
     """That of every process."""
     made = Group(tmp_path / "memory.events")
-    monkeypatch.setattr(watched_process, "_groups", lambda _pid: [tmp_path / "nowhere", tmp_path / "memory.events"])
+    monkeypatch.setattr(reader, "_groups", lambda _pid: [tmp_path / "nowhere", tmp_path / "memory.events"])
     return made
 
 
@@ -233,7 +218,7 @@ def test_what_was_said_just_before_memory_ran_out_may_be_read_after_that(group: 
 
 
 def test_where_nobody_counts_it_memory_has_not_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_process, "_groups", lambda _pid: [])
+    monkeypatch.setattr(reader, "_groups", lambda _pid: [])
     process = WatchedProcess(os.getppid(), None)
     process.told()
     assert not process.was_oom()
@@ -244,7 +229,6 @@ def test_where_there_is_no_proc_it_is_only_known_whether_it_exists(proc: Proc) -
     assert process.runs()
     assert not process.has_ended(0.05)
     assert not process.is_ending()
-    assert not process.is_another_program()
     assert process.status() is None
     assert process.cause().endswith("ended, and nobody could tell how")
 
@@ -258,11 +242,11 @@ def test_a_container_that_sees_its_own_group_alone_counts_its_kills(
     """The group's path is the host's, and leads nowhere."""
     proc.tell(4711, stat())
     (tmp_path / "4711" / "cgroup").write_text(f"{line}\n")
-    monkeypatch.setattr(watched_process, "_GROUPS", str(tmp_path / "groups"))
+    monkeypatch.setattr(reader, "_GROUPS", str(tmp_path / "groups"))
     events = tmp_path / "groups" / file
     events.parent.mkdir(parents=True)
     events.write_text("oom_kill 3\n")
-    found = watched_process.oom_kills(4711)
+    found = reader.oom_kills(4711)
     assert found is not None
     events.write_text("oom_kill 4\n")
     assert found.grew()

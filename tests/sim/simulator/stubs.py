@@ -71,9 +71,6 @@ class MarkStub:
 
     mark = "simulated"
 
-    def end_with_this_process(self) -> None:
-        pass
-
     def close(self) -> None:
         pass
 
@@ -140,7 +137,7 @@ class SentinelStub:
     def runs(self) -> bool:
         return not (self.stopped or self.dead)
 
-    def cause(self, _fate: str) -> str:
+    def cause(self) -> str:
         return f"{self._name} {self.fate}"
 
     def process_died(self) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ftcoord import pidfd
-from ftcoord.primitives.watched_process import WatchedProcess
+from ftcoord import proc
+from ftcoord.primitives.sentinel_main import WatchedProcess
 
 LARGE = 2000
 """More than the 1024 that `select` takes."""
@@ -25,20 +25,20 @@ def test_a_process_is_sent_a_signal_and_seen_to_end(monkeypatch: pytest.MonkeyPa
         monkeypatch.delattr(os, "pidfd_open")
         monkeypatch.delattr(signal, "pidfd_send_signal")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        descriptor = pidfd.open_pidfd(process.pid)
+        descriptor = proc.open_pidfd(process.pid)
         try:
             assert not os.get_inheritable(descriptor)
-            assert not pidfd.has_ended(descriptor)
-            pidfd.send(descriptor, signal.SIGKILL)
-            assert pidfd.has_ended(descriptor, 60)
-            found = os.waitid(pidfd.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
+            assert not proc.has_ended(descriptor)
+            proc.send(descriptor, signal.SIGKILL)
+            assert proc.has_ended(descriptor, 60)
+            found = os.waitid(proc.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
             assert found is not None
             assert found.si_status == signal.SIGKILL
             process.wait()
             with pytest.raises(ProcessLookupError):
-                pidfd.send(descriptor, signal.SIGKILL)
+                proc.send(descriptor, signal.SIGKILL)
             with pytest.raises(ProcessLookupError):
-                pidfd.open_pidfd(process.pid)
+                proc.open_pidfd(process.pid)
         finally:
             os.close(descriptor)
 
@@ -58,7 +58,7 @@ def many_files() -> Iterator[None]:
 def test_one_of_a_process_that_has_many_files_open_has_a_large_number() -> None:
     """A sentinel inherits it under that number, and must not fail at the death that it is there for."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        first = pidfd.open_pidfd(process.pid)
+        first = proc.open_pidfd(process.pid)
         large = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, LARGE)
         os.close(first)
         try:
