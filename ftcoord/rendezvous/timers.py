@@ -16,8 +16,8 @@ from ftcoord.timer.environment import VARIABLE, describe
 def serve_timers(
     prefix: str, etcd: SharedClient, expiring: Callable[[TimerInfo], object], is_embedded: bool, mark: str
 ) -> Callable[[], None]:
-    """Start a timer server for the workers with this agent's `mark`, and let those started from now on find it; returns the
-    function that ends both.
+    """Start a timer server for the workers with this agent's `mark`, and let those started from now on find it; returns
+    the function that ends both.
 
     `expiring` is called on the server's thread with each timer of a worker that is about to be killed for it.
 

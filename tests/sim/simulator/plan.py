@@ -88,7 +88,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
     "ends": Profile({"agent": (2, 4)}, {**PROCESSES, **NETWORK, **ETCD, **ENDS}, seconds=(10.0, 30.0)),
     "lost ends": Profile({"agent": (2, 4)}, {**PROCESSES, **NETWORK, **RESTORES, **ENDS}, seconds=(10.0, 30.0)),
     "late": Profile(
-        {"agent": (0, 3), "trainer": (0, 3), "candidate": (0, 2), "party": (0, 2), "store": (0, 2)},
+        {"agent": (0, 3), "trainer": (0, 3), "store": (0, 2)},
         {**PROCESSES, **NETWORK, **ETCD, "lag": 6.0, "worker_fails": 1.0},
         slow=0.03,
     ),
