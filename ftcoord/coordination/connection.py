@@ -28,7 +28,7 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
     with contextlib.ExitStack() as undo:
         undo.callback(client.close)
         try:
-            client.status(timeout=max(connect_timeout, 0.05))
+            client.await_answer(max(connect_timeout, 0.05), "connect_timeout")
         except EtcdError as error:
             raise unreachable(address, connect_timeout, error) from None
         undo.pop_all()

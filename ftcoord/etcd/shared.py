@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig
-from ftcoord.errors import ClientClosed
+from ftcoord.errors import NO_ETCD, ClientClosed, EtcdError, EtcdUnavailable, WrongEndpoint
 from ftcoord.etcd.api import Compare, Get, KeyCalls, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient, Status
 from ftcoord.etcd.rpc.transport import CLIENT_CLOSED
 from ftcoord.fork import OwnerProcess
+
+log = logging.getLogger(__name__)
+
+FIRST_ATTEMPT: Final = 5.0
+"""The most seconds for the first attempt to reach etcd: then a log line tells why it failed. Each later attempt may
+take as much more, up to `request_timeout`."""
 
 
 class _Counted:
@@ -109,6 +119,32 @@ class SharedClient(KeyCalls, Closing):
     def status(self, *, timeout: float | None = None) -> Status:
         return self._hold.client.status(timeout=timeout)
 
+    def await_answer(self, timeout: float, limit: str) -> None:
+        """Wait until etcd answers, for `timeout` seconds: pods start in any order. Logs every few seconds that it does
+        not.
+
+        What waiting cannot mend (a refused login, a certificate that is not trusted) is raised after the first attempt.
+        `limit` is the name of the setting that the timeout comes from. Raises EtcdError.
+        """
+        config = self.config
+        left, told_at = timeout, -math.inf
+        deadline = concurrency.now() + timeout
+        for attempt in itertools.count(1):
+            try:
+                self.status(timeout=min(config.request_timeout, attempt * FIRST_ATTEMPT, left))
+            except WrongEndpoint:
+                raise
+            except EtcdUnavailable as error:
+                now = concurrency.now()
+                left = deadline - now
+                if left <= 0:
+                    raise
+                if now - told_at >= FIRST_ATTEMPT:
+                    log.warning("%s; trying again for %.0f s (%s)", unusable(config, error), left, limit)
+                    told_at = now
+            else:
+                return
+
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
     ) -> Watch:
@@ -136,3 +172,11 @@ class _Watched:
     def cancel(self) -> None:
         self._watched.pop(self, None)
         self._watch.cancel()
+
+
+def unusable(config: EtcdConfig, error: EtcdError) -> str:
+    """Why etcd cannot be used. Names each endpoint once, if there is only one."""
+    if len(config.endpoints) == 1 and str(error).startswith(NO_ETCD):
+        return str(error)
+    problem = NO_ETCD if isinstance(error, EtcdUnavailable) else "cannot use etcd at"
+    return f"{problem} {config.describe()}: {error}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import os
 import uuid
 from collections.abc import Mapping
@@ -13,12 +11,11 @@ from typing import Final, NamedTuple
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 
-from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import NO_ETCD, ConfigError, EtcdError, EtcdUnavailable, WrongEndpoint
+from ftcoord.errors import ConfigError, EtcdError
 from ftcoord.escaping import redacted
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.shared import SharedClient, unusable
 from ftcoord.logs import show_log_lines
 from ftcoord.metrics.exporter import MetricsAddress
 from ftcoord.rendezvous.bootstrap import check_local_addr
@@ -29,9 +26,6 @@ log = logging.getLogger(__name__)
 
 NO_ID: Final = "none"
 """The id that torchrun gives a job without `--rdzv-id`."""
-FIRST_ATTEMPT: Final = 5.0
-"""The most seconds for the first attempt to reach etcd: then a log line tells why it failed. Each later attempt may
-take as much more, up to `request_timeout`."""
 LONGEST_FOLDER: Final = 255 - 9
 """Bytes of an id that a name of torch's log folder can contain: torch adds nine more."""
 
@@ -117,44 +111,14 @@ def _with_id(settings: RendezvousSettings) -> RendezvousSettings:
 def connect(config: EtcdConfig, join_timeout: float = 0.0) -> SharedClient:
     """Make a client whose etcd has answered. Raises RendezvousConnectionError.
 
-    An etcd that is not there yet is awaited for `join_timeout` seconds, since pods start in any order. What waiting
-    cannot mend (a refused login, a certificate that is not trusted) fails after the first attempt.
+    An etcd that is not there yet is awaited for `join_timeout` seconds; 0: for one request.
 
     It shares the process's connection, because each connection with a watch costs three threads and a stream in etcd.
     """
     client = SharedClient(config)
     try:
-        _await_answer(client, config, join_timeout)
+        client.await_answer(join_timeout or config.request_timeout, "join_timeout")
     except EtcdError as error:
         client.close()
-        raise RendezvousConnectionError(_unusable(config, error)) from None
+        raise RendezvousConnectionError(unusable(config, error)) from None
     return client
-
-
-def _await_answer(client: SharedClient, config: EtcdConfig, join_timeout: float) -> None:
-    """Raises EtcdError."""
-    left = join_timeout or config.request_timeout
-    deadline, told_at = concurrency.now() + left, -math.inf
-    for attempt in itertools.count(1):
-        try:
-            client.status(timeout=min(config.request_timeout, attempt * FIRST_ATTEMPT, left))
-        except WrongEndpoint:
-            raise
-        except EtcdUnavailable as error:
-            now = concurrency.now()
-            left = deadline - now
-            if left <= 0:
-                raise
-            if now - told_at >= FIRST_ATTEMPT:
-                log.warning("%s; trying again for %.0f s (join_timeout)", _unusable(config, error), left)
-                told_at = now
-        else:
-            return
-
-
-def _unusable(config: EtcdConfig, error: EtcdError) -> str:
-    """Names each endpoint once, if there is only one."""
-    if len(config.endpoints) == 1 and str(error).startswith(NO_ETCD):
-        return str(error)
-    problem = NO_ETCD if isinstance(error, EtcdUnavailable) else "cannot use etcd at"
-    return f"{problem} {config.describe()}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from members import Counting, Door
 
 from ftcoord import EtcdServer
 from ftcoord.config import EtcdConfig
+from ftcoord.coordination import connection
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import LARGEST_REQUEST, Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
@@ -55,6 +57,24 @@ def replica_records(client: EtcdClient, job: Job) -> dict[int, ReplicaRecord]:
 def requests(client: EtcdClient, job: Job) -> list[int]:
     """Which of its requests each member makes."""
     return [one.asked for one in replica_records(client, job).values()]
+
+
+def test_an_etcd_that_starts_later_is_waited_for(
+    fragile: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torchft's Manager waits a minute for it: in silence, that is a replica that hangs."""
+    monkeypatch.setattr(connection, "REQUEST_TIMEOUT", 0.5)
+    fragile.kill()
+    later = threading.Timer(2, fragile.restart)
+    later.start()
+    try:
+        _, etcd = connection.connect(f"etcd://{fragile.get_endpoint()}/job", DEADLINE)
+    finally:
+        later.join()
+    etcd.close()
+    said = [message for message in caplog.messages if "trying again" in message]
+    assert len(said) == 1
+    assert re.match(r"no etcd at .*: connection refused.* trying again for \d+ s \(connect_timeout\)", said[0])
 
 
 def test_a_caller_that_is_gone_does_not_ask(
