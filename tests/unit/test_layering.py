@@ -125,8 +125,8 @@ FLOORS = (
     "demo",
     "operator.told",
     "operator.told",
-    "operator.job_keys operator.memo",
-    "operator.job_keys operator.memo",
+    "operator.job_keys",
+    "operator.job_keys",
     "operator.rounds operator.quorums operator.summary operator.timers",
     "operator.rounds operator.quorums operator.summary operator.timers",
     "operator.status operator.naming operator.findings operator.past",
@@ -306,7 +306,6 @@ TELLING = [
     for name in (
         "told",
         "job_keys",
-        "memo",
         "rounds",
         "quorums",
         "summary",
