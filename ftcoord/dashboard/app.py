@@ -282,7 +282,7 @@ class _Stream:
         does."""
         last, self._past = self._past, past
         news: dict[str, Any] = {"why": past.why, "total": past.total}
-        return news if last is not None and last.events is past.events else {**news, "events": past.events}
+        return news if last is not None and last.events == past.events else {**news, "events": past.events}
 
     async def _send(self, send: Send, event: str, told: dict[str, Any]) -> None:
         text = f"event: {event}\ndata: {json.dumps(told, default=plain)}\n\n"

@@ -7,16 +7,16 @@ piles up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
-from ftcoord.dashboard.pasts import Past, PastTeller
+from ftcoord.dashboard.pasts import Past, past_of
 from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStarted
-from ftcoord.etcd.api import Etcd
+from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.operator.following import follow_job
 from ftcoord.operator.job_keys import JobKeys, LeaseTime
 from ftcoord.operator.reading import ReadsLeases, read_lease
@@ -196,8 +196,9 @@ class _JobFeed(Closing):
         self._etcd, self._key_prefix, self._job, self._publish = etcd, key_prefix, job, publish  # never change
         timers = TimerLook(etcd, key_prefix, job)
         # Only the thread:
-        self._watch, self._teller = JobWatch(job, rules, timers.newest, every_timer=True), PastTeller(job)
-        self._past: Past | None = None  # that was told last; only the thread
+        self._watch = JobWatch(job, rules, timers.newest, every_timer=True)
+        self._history: tuple[Sequence[KeyValue], Sequence[KeyValue]] = (), ()
+        self._past: Past | None = None  # that was told last
         self._inbox: concurrency.Queue[JobKeys | BaseException | None] = concurrency.inbox()
         self._ending = concurrency.event()
         self._thread = StepThread(self._step, "ftcoord-job-feed", self._wake, lambda: None, self._failed)
@@ -224,15 +225,15 @@ class _JobFeed(Closing):
         except EtcdError as error:  # it never answered yet
             self._publish(Shown(None, str(error)))
             return
-        if keys is not None:
-            self._teller.hear(keys)
+        if keys is not None and keys.rounds.events is not None and keys.quorum.events is not None:
+            self._history = keys.rounds.events, keys.quorum.events
         if self._watch.last is not None:
             self._tell(self._watch.last, has_changed)
         if keys is not None:
             self._ending.wait(max(FEED_REST, 2 * (concurrency.now() - began)))
 
     def _tell(self, now: Watched, has_changed: bool) -> None:
-        past = self._teller.past(now.status)
+        past = past_of(now.status, *self._history)
         if has_changed or past != self._past:
             self._past = past
             self._publish(Shown(now.status, now.error, past))

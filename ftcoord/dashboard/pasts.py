@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.past import explain, tell_history
 from ftcoord.operator.told import JobStatus, ToldEvent
 
@@ -20,7 +20,7 @@ class Past:
 
     Args:
         why: why it is in its present state; empty for nothing.
-        events: the newest events, the last one first. The same object until there is another event.
+        events: the newest events, the last one first.
         total: how many events there are.
     """
 
@@ -29,31 +29,8 @@ class Past:
     total: int
 
 
-class PastTeller:
-    """Computes a job's past whenever its status changes, and parses its history whenever that changes. Not thread-safe.
-
-    Args:
-        job: its id.
-    """
-
-    def __init__(self, job: str) -> None:
-        self._job = job  # never changes
-        self._kvs: tuple[tuple[KeyValue, ...], tuple[KeyValue, ...]] = (), ()
-        self._past = Past("", (), 0)
-        self._status: JobStatus | None = None  # that was explained last
-
-    def hear(self, keys: JobKeys) -> None:
-        """Note the keys that have just come; keys that were read without the history change nothing."""
-        rounds, quorums = keys.rounds.events, keys.quorum.events
-        if rounds is None or quorums is None or (rounds, quorums) == self._kvs:
-            return
-        self._kvs, self._status = (rounds, quorums), None
-        events = tell_history(self._job, *self._kvs).events
-        self._past = Past("", events[: -NEWEST_EVENTS - 1 : -1], len(events))
-
-    def past(self, status: JobStatus) -> Past:
-        """The past of a job with this status."""
-        if self._past.total and status is not self._status:
-            self._status = status
-            self._past = Past(explain(status, *self._kvs).text, self._past.events, self._past.total)
-        return self._past
+def past_of(status: JobStatus, rounds: Sequence[KeyValue], quorums: Sequence[KeyValue]) -> Past:
+    """The past of a job with this status, from the keys of its two histories."""
+    events = tell_history(status.job, rounds, quorums).events
+    why = explain(status, rounds, quorums).text if events else ""
+    return Past(why, events[: -NEWEST_EVENTS - 1 : -1], len(events))

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from ftcoord.core.death_records import parse_death
-from ftcoord.core.layout import member_of
+from ftcoord.core.layout import (
+    Span,
+    deaths_span,
+    decided_key,
+    decided_span,
+    member_of,
+    members_span,
+    quorum_prefix,
+    roll_span,
+    rolls_span,
+    roster_key,
+    run_prefix,
+)
 from ftcoord.core.rendezvous_records import RoundHead, parse_decided
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, LARGEST_STEP, check_step
 from ftcoord.errors import StateError
@@ -170,3 +182,57 @@ class JobKeys:
     def exists(self) -> bool:
         """Whether etcd has keys of the job."""
         return self.others > 0
+
+
+def spans_of(key_prefix: str, job: str) -> tuple[Span, ...]:
+    """What `keys_of` needs, in its order."""
+    prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
+    return (
+        Span(decided_key(prefix)),
+        rolls_span(prefix),
+        members_span(prefix),
+        deaths_span(prefix),
+        decided_span(quorum),
+        members_span(quorum),
+        deaths_span(quorum),
+    )
+
+
+def keys_of(
+    key_prefix: str,
+    job: str,
+    found: Sequence[Iterable[KeyValue]],
+    *,
+    revision: int,
+    others: int,
+    timers: Iterable[KeyValue] = (),
+    events: tuple[tuple[KeyValue, ...] | None, tuple[KeyValue, ...] | None] = (None, None),
+) -> JobKeys:
+    """A job's keys: `found` has those of each span of `spans_of`."""
+    prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
+    decided, rolls, members, deaths, heads, replicas, replica_deaths = found
+    rounds = GroupKeys(
+        prefix,
+        next(iter(decided), None),
+        below_members=_by_age(members),
+        deaths=tuple(deaths),
+        events=events[0],
+    )
+    if (roll := rounds.roll_name) is not None:
+        chunks = roll_span(prefix, roll)
+        rounds = replace(rounds, roll={kv.key: kv for kv in rolls if kv.key in chunks})
+    head = decided_key(quorum)
+    by_key = {kv.key: kv for kv in heads}
+    quorums = GroupKeys(
+        quorum,
+        by_key.get(head),
+        by_key.get(roster_key(head)),
+        below_members=_by_age(replicas),
+        deaths=tuple(replica_deaths),
+        events=events[1],
+    )
+    return JobKeys(job, revision, rounds, quorums, others, tuple(timers))
+
+
+def _by_age(kvs: Iterable[KeyValue]) -> tuple[KeyValue, ...]:
+    return tuple(sorted(kvs, key=attrgetter("create_revision")))

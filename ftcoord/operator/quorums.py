@@ -21,7 +21,6 @@ from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, OddKey, by_kind, read_member
-from ftcoord.operator.memo import Memo
 from ftcoord.operator.told import MissingReplica, NextDecision, QuorumStatus, ReplicaStatus, Unreadable
 
 LOOKED_AT: Final = 0.0
@@ -59,70 +58,44 @@ class _Replica:
         return self.record.kv.create_revision
 
 
-class QuorumTeller:
-    """Derives the state of one job's quorums, again and again. For one thread.
-
-    The state depends on the keys alone. What was derived from a key is kept until the key changes.
+def tell_quorums(keys: GroupKeys, options: QuorumOptions) -> tuple[QuorumStatus, list[Unreadable]]:
+    """The state of a job's quorums, and the keys that are not counted in it.
 
     Args:
         options: the options of the job's address. The replicas' records have its min_replicas: the largest one counts,
             also against this one.
     """
+    records, odd = by_kind(map(_read_record, keys.below_members))
+    try:
+        previous = _last_quorum(keys)
+        number = max(previous.number, previous.id) if previous else 0
+        records, uncounted = keys.counted(number, records)
+    except StateError as error:
+        unreadable = [*(one.told for one in odd), Unreadable(error.key, str(error))]
+        withheld = NextDecision("withheld", str(error))
+        statuses = _statuses(None, [_replica(one, {}) for one in records])
+        return _told("unreadable", None, options, withheld, statuses, ()), unreadable
+    odd = [*odd, *uncounted]
+    fewest = max([options.min_replicas, *(one.said.min_replicas for one in records)])
+    options = replace(options, min_replicas=fewest)
+    profiles = previous.profiles if previous else {}  # those that replicas may have left out
+    replicas = [_replica(one, profiles) for one in records]
+    live = [replica.one for replica in replicas]
+    unheard = sum(bool(one.member) for one in odd)
+    situation = QuorumSituation(live, previous, LOOKED_AT, unreadable=unheard)
+    statuses = _statuses(previous, replicas)
+    missing = _missing(previous, replicas, keys.causes())
+    next_ = _for_people(_next(situation, options), previous, statuses, fewest)
+    next_ = replace(next_, reason=keys.with_last_death(next_.reason))
+    told = _told(_state(previous, statuses), previous, options, next_, statuses, missing)
+    return told, [one.told for one in odd]
 
-    def __init__(self, options: QuorumOptions) -> None:
-        self._options = options  # never changes
-        self._records = Memo(_read_record)
-        self._replicas: dict[str, _Replica] = {}
-        self._profiles: Mapping[str, Profile] = {}
-        """By which those replicas are what they are, where they leave out their own."""
-        self._last: tuple[KeyValue, KeyValue | None, QuorumRecord] | None = None
 
-    def tell(self, keys: GroupKeys) -> tuple[QuorumStatus, list[Unreadable]]:
-        """The state, and the keys that are not counted in it."""
-        records, odd = by_kind(self._records.of(keys.below_members))
-        try:
-            previous = self._last_quorum(keys)
-            number = max(previous.number, previous.id) if previous else 0
-            records, uncounted = keys.counted(number, records)
-        except StateError as error:
-            unreadable = [*(one.told for one in odd), Unreadable(error.key, str(error))]
-            withheld = NextDecision("withheld", str(error))
-            statuses = _statuses(None, self._whole(records, {}))
-            return _told("unreadable", None, self._options, withheld, statuses, ()), unreadable
-        odd = [*odd, *uncounted]
-        fewest = max([self._options.min_replicas, *(one.said.min_replicas for one in records)])
-        options = replace(self._options, min_replicas=fewest)
-        replicas = self._whole(records, previous.profiles if previous else {})
-        live = [replica.one for replica in replicas]
-        unheard = sum(bool(one.member) for one in odd)
-        situation = QuorumSituation(live, previous, LOOKED_AT, unreadable=unheard)
-        statuses = _statuses(previous, replicas)
-        missing = _missing(previous, replicas, keys.causes())
-        next_ = _for_people(_next(situation, options), previous, statuses, fewest)
-        next_ = replace(next_, reason=keys.with_last_death(next_.reason))
-        told = _told(_state(previous, statuses), previous, options, next_, statuses, missing)
-        return told, [one.told for one in odd]
-
-    def _last_quorum(self, keys: GroupKeys) -> QuorumRecord | None:
-        """The same object as long as its keys are the same; None before the first. Raises StateError."""
-        if keys.decided is None:
-            return None
-        if self._last is None or self._last[:2] != (keys.decided, keys.roster):
-            roster = keys.roster.value if keys.roster else None
-            record = parse_quorum(keys.decided.key, keys.decided.value, roster)
-            self._last = keys.decided, keys.roster, record
-        return self._last[2]
-
-    def _whole(self, records: Sequence[_Record], profiles: Mapping[str, Profile]) -> list[_Replica]:
-        """With the profiles that they may have left out: those of the last quorum."""
-        is_same = profiles is self._profiles
-        before, self._replicas, self._profiles = self._replicas, {}, profiles
-        for record in records:
-            known = before.get(record.member)
-            if known is None or known.record is not record or (record.said.profile and not is_same):
-                known = _replica(record, profiles)
-            self._replicas[record.member] = known
-        return list(self._replicas.values())
+def _last_quorum(keys: GroupKeys) -> QuorumRecord | None:
+    """None before the first. Raises StateError."""
+    if keys.decided is None:
+        return None
+    return parse_quorum(keys.decided.key, keys.decided.value, keys.roster.value if keys.roster else None)
 
 
 def _read_record(kv: KeyValue) -> _Record | OddKey:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from ftcoord.core.layout import (
-    Span,
-    deaths_span,
-    decided_key,
-    decided_span,
     events_span,
-    members_span,
     quorum_prefix,
-    roll_span,
-    roster_key,
     run_prefix,
     spans_but_history,
     timers_span,
 )
 from ftcoord.etcd.api import EtcdCalls, Get, KeyValue
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
-from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
+from ftcoord.operator.job_keys import JobKeys, LeaseTime, keys_of, spans_of
 
 
 class ReadsLeases(Protocol):
@@ -64,19 +56,8 @@ def read_lease(etcd: ReadsLeases, member: str, timeout: float | None = None) -> 
 
 
 def _read_job(key_prefix: str, job: str, with_timers: bool, then: SnapshotReader) -> JobKeys:
-    prefix, quorum = run_prefix(key_prefix, job), quorum_prefix(key_prefix, job)
-    decided = then.range(Get(Span(decided_key(prefix)))).one
-    heads = {kv.key: kv for kv in then.range(Get(decided_span(quorum))).kvs}
-    keys = sum(found.count for found in then.ranges(Get(one, count_only=True) for one in spans_but_history(prefix)))
-    rounds = _group_of(then, prefix, decided, None)
-    if (roll := rounds.roll_name) is not None:
-        rounds = replace(rounds, roll={kv.key: kv for kv in then.pages(roll_span(prefix, roll))})
-    head = decided_key(quorum)
-    quorums = _group_of(then, quorum, heads.get(head), heads.get(roster_key(head)))
+    prefix = run_prefix(key_prefix, job)
+    found = [then.pages(span) for span in spans_of(key_prefix, job)]
+    others = sum(one.count for one in then.ranges(Get(one, count_only=True) for one in spans_but_history(prefix)))
     timers = then.pages(timers_span(prefix)) if with_timers else ()
-    return JobKeys(job, then.revision, rounds, quorums, keys, tuple(timers))
-
-
-def _group_of(then: SnapshotReader, prefix: str, decided: KeyValue | None, roster: KeyValue | None) -> GroupKeys:
-    members = sorted(then.pages(members_span(prefix)), key=lambda kv: kv.create_revision)
-    return GroupKeys(prefix, decided, roster, {}, tuple(members), tuple(then.pages(deaths_span(prefix))))
+    return keys_of(key_prefix, job, found, revision=then.revision, others=others, timers=timers)

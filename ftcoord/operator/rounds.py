@@ -28,7 +28,6 @@ from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, OddKey, by_kind, read_member
-from ftcoord.operator.memo import Memo
 from ftcoord.operator.told import MissingNode, NextDecision, NodeStatus, RoundsStatus, Unreadable
 
 NOW: Final = 0.0
@@ -60,102 +59,57 @@ class _Member:
         return self.ask.highest
 
 
-class RoundsTeller:
-    """Derives the state of one run's rounds, again and again. For one thread.
-
-    The state depends on the keys alone. What was derived from a key is kept until the key changes: a run may have ten
-    thousand nodes, and each change of one of them is shown.
+def tell_rounds(keys: GroupKeys, options: RoundOptions) -> tuple[RoundsStatus, list[Unreadable]]:
+    """The state of a run's rounds, and the keys that are not counted in it.
 
     Args:
         options: the nodes' `rdzv_conf`, which etcd does not have.
     """
-
-    def __init__(self, options: RoundOptions) -> None:
-        self._options = options  # never changes
-        self._asks = Memo(_read_ask)
-        self._rolls = _Rolls()
-        self._basis: tuple[Round | None, tuple[int, int]] = None, (0, 0)
-        """The round and the limits by which the nodes below stand as they do."""
-        self._nodes: dict[str, tuple[_Member, bool, NodeStatus]] = {}
-        """What was told of each member, by its id; and whether it was its node's newest."""
-
-    def tell(self, keys: GroupKeys) -> tuple[RoundsStatus, list[Unreadable]]:
-        """The state, and the keys that are not counted in it."""
-        members, odd = by_kind(self._asks.of(keys.below_members))
-        try:
-            previous = self._rolls.last_round(keys)
-            members, uncounted = keys.counted((previous or NO_ROUND).number, members)
-        except StateError as error:
-            unreadable = [*(one.told for one in odd), Unreadable(error.key, str(error))]
-            withheld = NextDecision("withheld", str(error))
-            nodes = self._statuses(None, members, (0, 0))
-            return _told("unreadable", NO_ROUND, withheld, nodes, (), (0, 0)), unreadable
-        odd = [*odd, *uncounted]
-        causes = keys.causes()
-        situation = RoundSituation(
-            [member.candidate for member in members],
-            NOW,
-            previous,
-            NOW,
-            deaths=causes,
-            gone_since=NOW,
-            unreadable={one.member for one in odd if one.member},
-        )
-        limits = limits_of(situation)
-        next_ = _next(situation, self._options)
-        told = _told(
-            _state(previous, members),
-            previous or NO_ROUND,
-            replace(next_, reason=keys.with_last_death(next_.reason)),
-            self._statuses(previous, members, limits),
-            _missing(previous or NO_ROUND, members, causes),
-            limits,
-        )
-        return told, [one.told for one in odd]
-
-    def _statuses(
-        self, previous: Round | None, members: Sequence[_Member], limits: tuple[int, int]
-    ) -> tuple[NodeStatus, ...]:
-        newest = {member.ask.node: member for member in members}
-        is_same = self._basis[0] is previous and self._basis[1] == limits
-        before, self._nodes, self._basis = self._nodes if is_same else {}, {}, (previous, limits)
-        for member in members:
-            id_, is_newest = member.candidate.id, newest[member.ask.node] is member
-            known = before.get(id_)
-            if known is None or known[0] is not member or known[1] != is_newest:
-                known = member, is_newest, _node_status(previous, member, limits, is_newest)
-            self._nodes[id_] = known
-        told = (status for _, _, status in self._nodes.values())
-        return tuple(sorted(told, key=lambda one: (one.rank is None, one.rank or 0)))
+    members, odd = by_kind(map(_read_ask, keys.below_members))
+    try:
+        previous = _last_round(keys)
+        members, uncounted = keys.counted((previous or NO_ROUND).number, members)
+    except StateError as error:
+        unreadable = [*(one.told for one in odd), Unreadable(error.key, str(error))]
+        withheld = NextDecision("withheld", str(error))
+        nodes = _statuses(None, members, (0, 0))
+        return _told("unreadable", NO_ROUND, withheld, nodes, (), (0, 0)), unreadable
+    odd = [*odd, *uncounted]
+    causes = keys.causes()
+    situation = RoundSituation(
+        [member.candidate for member in members],
+        NOW,
+        previous,
+        NOW,
+        deaths=causes,
+        gone_since=NOW,
+        unreadable={one.member for one in odd if one.member},
+    )
+    limits = limits_of(situation)
+    next_ = _next(situation, options)
+    told = _told(
+        _state(previous, members),
+        previous or NO_ROUND,
+        replace(next_, reason=keys.with_last_death(next_.reason)),
+        _statuses(previous, members, limits),
+        _missing(previous or NO_ROUND, members, causes),
+        limits,
+    )
+    return told, [one.told for one in odd]
 
 
-class _Rolls:
-    """Reads the last round. The roll of a large one is read once: what is decided of a round later leaves it alone."""
+def _statuses(previous: Round | None, members: Sequence[_Member], limits: tuple[int, int]) -> tuple[NodeStatus, ...]:
+    newest = {member.ask.node: member for member in members}
+    told = [_node_status(previous, one, limits, newest[one.ask.node] is one) for one in members]
+    return tuple(sorted(told, key=lambda one: (one.rank is None, one.rank or 0)))
 
-    def __init__(self) -> None:
-        self._roll: tuple[RoundHead, Mapping[str, KeyValue], WholeRoll] | None = None
-        self._last: tuple[KeyValue, Mapping[str, KeyValue], Round] | None = None
 
-    def last_round(self, keys: GroupKeys) -> Round | None:
-        """With all of its seats, and the same object as long as its keys are the same; None before the first.
-
-        Raises StateError.
-        """
-        if keys.decided is None:
-            return None
-        if self._last is None or self._last[:2] != (keys.decided, keys.roll):
-            self._last = keys.decided, keys.roll, self._read(keys.decided, keys)
-        return self._last[2]
-
-    def _read(self, decided: KeyValue, keys: GroupKeys) -> Round:
-        record: AnyRound = parse_decided(decided.key, decided.value)
-        if not isinstance(record, RoundHead):
-            return record
-        about = record.roll, record.chunks, record.size
-        known = self._roll
-        if known is None or (known[0].roll, known[0].chunks, known[0].size) != about or known[1] != keys.roll:
-            known = self._roll = record, keys.roll, _read_roll(decided, record, keys)
-        return with_roll(record, *known[2])
+def _last_round(keys: GroupKeys) -> Round | None:
+    """With all of its seats; None before the first. Raises StateError."""
+    if keys.decided is None:
+        return None
+    record: AnyRound = parse_decided(keys.decided.key, keys.decided.value)
+    return with_roll(record, *_read_roll(keys.decided, record, keys)) if isinstance(record, RoundHead) else record
 
 
 def _read_roll(decided: KeyValue, head: RoundHead, keys: GroupKeys) -> WholeRoll:

@@ -10,9 +10,9 @@ from typing import TypeVar
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.round_situation import RoundOptions
 from ftcoord.operator.job_keys import JobKeys, LeaseTime
-from ftcoord.operator.quorums import QuorumTeller
-from ftcoord.operator.rounds import RoundsTeller
-from ftcoord.operator.timers import TimersTeller
+from ftcoord.operator.quorums import tell_quorums
+from ftcoord.operator.rounds import tell_rounds
+from ftcoord.operator.timers import tell_timers
 from ftcoord.operator.told import FORMAT, JobStatus, NodeStatus, ReplicaStatus
 
 Member = TypeVar("Member", NodeStatus, ReplicaStatus)
@@ -27,36 +27,20 @@ class Rules:
 
 
 def tell_job(keys: JobKeys, rules: Rules) -> JobStatus:
-    """The status of a job, but for its leases."""
-    return JobTeller(rules).tell(keys)
-
-
-class JobTeller:
-    """Derives the status of one job, without its leases, again and again. For one thread.
-
-    A status depends on the keys alone. What was derived from a key is kept until the key changes, since a job may have
-    ten thousand nodes.
-    """
-
-    def __init__(self, rules: Rules) -> None:
-        self._rounds, self._quorum = RoundsTeller(rules.rounds), QuorumTeller(rules.quorum)
-        self._timers = TimersTeller()
-
-    def tell(self, keys: JobKeys) -> JobStatus:
-        """The status by these keys."""
-        rounds = quorum = None
-        unreadable = []
-        if not keys.rounds.is_empty:
-            rounds, odd = self._rounds.tell(keys.rounds)
-            unreadable += odd
-        if not keys.quorum.is_empty:
-            quorum, odd = self._quorum.tell(keys.quorum)
-            unreadable += odd
-        timers, odd = self._timers.tell(keys.timers)
+    """The status of a job, but for its leases. It depends on the keys alone."""
+    rounds = quorum = None
+    unreadable = []
+    if not keys.rounds.is_empty:
+        rounds, odd = tell_rounds(keys.rounds, rules.rounds)
         unreadable += odd
-        healthy = all(one.healthy for one in (rounds, quorum) if one is not None) and keys.exists and not unreadable
-        about = FORMAT, keys.job, keys.revision, keys.exists, healthy
-        return JobStatus(*about, rounds, quorum, tuple(unreadable), tuple(timers))
+    if not keys.quorum.is_empty:
+        quorum, odd = tell_quorums(keys.quorum, rules.quorum)
+        unreadable += odd
+    timers, odd = tell_timers(keys.timers)
+    unreadable += odd
+    healthy = all(one.healthy for one in (rounds, quorum) if one is not None) and keys.exists and not unreadable
+    about = FORMAT, keys.job, keys.revision, keys.exists, healthy
+    return JobStatus(*about, rounds, quorum, tuple(unreadable), tuple(timers))
 
 
 def foremost(members: Sequence[Member], most: int | None) -> Sequence[Member]:

@@ -11,22 +11,15 @@ from collections.abc import Iterable
 from ftcoord.core.timer_records import Timer, parse_timer
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.memo import Memo
 from ftcoord.operator.told import TimerStatus, Unreadable
 
 
-class TimersTeller:
-    """Derives the timers of one job, again and again. What was derived from a key is kept until the key changes."""
-
-    def __init__(self) -> None:
-        self._timers = Memo(_read)
-
-    def tell(self, kvs: Iterable[KeyValue]) -> tuple[list[TimerStatus], list[Unreadable]]:
-        """The timers that are held, the one that expires first before the others; and the keys that are not counted."""
-        read = self._timers.of(kvs)
-        found = [one for one in read if isinstance(one, TimerStatus)]
-        found.sort(key=lambda one: (one.until, one.host, one.pid, one.scope))
-        return found, [one for one in read if isinstance(one, Unreadable)]
+def tell_timers(kvs: Iterable[KeyValue]) -> tuple[list[TimerStatus], list[Unreadable]]:
+    """The timers that are held, the one that expires first before the others; and the keys that are not counted."""
+    read = [_read(kv) for kv in kvs]
+    found = [one for one in read if isinstance(one, TimerStatus)]
+    found.sort(key=lambda one: (one.until, one.host, one.pid, one.scope))
+    return found, [one for one in read if isinstance(one, Unreadable)]
 
 
 def _read(kv: KeyValue) -> TimerStatus | Unreadable | None:

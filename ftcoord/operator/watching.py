@@ -15,8 +15,8 @@ from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import EtcdCalls, Get, KeyValue
 from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.reading import read_job, read_timers
-from ftcoord.operator.status import JobTeller, Rules
-from ftcoord.operator.told import FORMAT, JobStatus, TimerStatus, Watched
+from ftcoord.operator.status import Rules, tell_job
+from ftcoord.operator.told import FORMAT, JobStatus, Watched
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +94,7 @@ class JobWatch:
     def __init__(
         self, job: str, rules: Rules, timers: Callable[[], tuple[KeyValue, ...]], *, every_timer: bool
     ) -> None:
-        self._job, self._find_timers, self._every_timer = job, timers, every_timer  # never change
-        self._teller = JobTeller(rules)
+        self._job, self._rules, self._find_timers, self._every_timer = job, rules, timers, every_timer  # never change
         self._keys: JobKeys | None = None
         self._timers: tuple[KeyValue, ...] = ()
         self._told: JobKeys | None = None  # what the last status rests on
@@ -124,25 +123,19 @@ class JobWatch:
         if self._keys is None:
             return None  # etcd answers, and the keys are on their way
         last, self.last = self.last, Watched(FORMAT, self._job, not error, error, self._status(self._keys))
-        return None if _says_the_same(last, self.last, self._every_timer) else self.last
+        is_news = last is None or self._gist(last) != self._gist(self.last)
+        return self.last if is_news else None
 
     def _status(self, keys: JobKeys) -> JobStatus:
-        """The status, computed again only if something differs: a job may have ten thousand members."""
+        """The status, computed again only if a key differs: a job may have ten thousand members."""
         now = replace(keys, timers=self._timers)
         if self.last is None or now != self._told:
             self._told = now
-            return self._teller.tell(now)
+            return tell_job(now, self._rules)
         return self.last.status
 
-
-def _says_the_same(last: Watched | None, now: Watched, every_timer: bool) -> bool:
-    """Whether only etcd's revision, or an error's text, differs. Leases are not followed."""
-    if last is None or last.connected != now.connected:
-        return False
-    one, other = last.status, now.status
-    timers, others = ([timer for timer in told.timers if every_timer or _is_news(timer)] for told in (one, other))
-    return (one.rounds, one.quorum, one.unreadable, timers) == (other.rounds, other.quorum, other.unreadable, others)
-
-
-def _is_news(timer: TimerStatus) -> bool:
-    return timer.standing != "running"
+    def _gist(self, one: Watched) -> object:
+        """What is compared: all but etcd's revision, and the text of an error. Leases are not followed."""
+        status = one.status
+        timers = [timer for timer in status.timers if self._every_timer or timer.standing != "running"]
+        return one.connected, status.rounds, status.quorum, status.unreadable, timers

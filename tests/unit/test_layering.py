@@ -123,8 +123,7 @@ FLOORS = (
     "demo",
     "operator.told",
     "operator.told",
-    "operator.job_keys operator.memo",
-    "operator.job_keys operator.memo",
+    "operator.job_keys",
     "operator.rounds operator.quorums operator.timers",
     "operator.status operator.naming operator.findings operator.past",
     "operator.listing operator.reading operator.member_http operator.noting",
@@ -304,7 +303,6 @@ TELLING = [
     for name in (
         "told",
         "job_keys",
-        "memo",
         "rounds",
         "quorums",
         "timers",
