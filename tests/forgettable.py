@@ -73,12 +73,6 @@ def server(endpoint: str, run: str) -> object:
     return server
 
 
-def cluster(endpoint: str, run: str) -> object:
-    cluster = ftcoord.EtcdCluster(1)
-    cluster.start()
-    return cluster
-
-
 def session(endpoint: str, run: str) -> object:
     client = ftcoord.EtcdClient(endpoint)
     session = ftcoord.Session(client, TTL)
@@ -183,7 +177,6 @@ MAKERS: dict[str, Callable[[str, str], object]] = {
     "Barrier": barrier,
     "Election": election,
     "EtcdClient": client,
-    "EtcdCluster": cluster,
     "EtcdRendezvousHandler": handler,
     "EtcdServer": server,
     "EtcdStore": store,

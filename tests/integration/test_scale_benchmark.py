@@ -8,12 +8,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from etcd_cluster import EtcdCluster
 
 from benchmarks import agent_store, scale
 from benchmarks.agents import AT_ONCE, Host
 from benchmarks.metrics import Holdings
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import Get, Put, RangeResult, Span, TxnResult
