@@ -18,10 +18,10 @@ from benchmarks.crowd import TIMEOUT, Crowd
 from benchmarks.metrics import AS_ETCD_DOES, Load
 from benchmarks.processes import BenchmarkError
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.store import EtcdStore
+from tests.etcd_cluster import EtcdCluster
 
 FENCE: Final = "/benchmark/round"
 ROUND, PLAIN = KINDS = ("a round's", "EtcdStore")

@@ -33,12 +33,12 @@ from benchmarks.agents import Agent
 from benchmarks.nodes import MONITOR_INTERVAL
 from benchmarks.processes import BenchmarkError, Processes
 from benchmarks.report import publish, table
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.renewal import Renewer
 from ftcoord.primitives.sentinel import SWITCH
 from ftcoord.rendezvous.settings import RendezvousSettings
+from tests.etcd_cluster import EtcdCluster
 
 TTLS: Final = (2, 3, 4, 5, 7, 10)
 MEMBERS: Final = 3

@@ -25,8 +25,8 @@ from benchmarks.lighthouses import KINDS, OURS, TIMEOUT, TORCHFT, classes, job_a
 from benchmarks.processes import BenchmarkError, Processes, free_port
 from benchmarks.report import measured_with, publish, table
 from ftcoord.demo.agents import descendants
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
+from tests.etcd_cluster import EtcdCluster
 
 RENEWAL: Final = 5 / 3
 """Seconds between two renewals of a lease for the default heartbeat timeout of 5 s: deaths are spread over this."""

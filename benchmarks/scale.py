@@ -42,9 +42,9 @@ from benchmarks.rendezvous import measure_round
 from benchmarks.report import Trial, publish, table
 from ftcoord.coordination import connection
 from ftcoord.core.layout import KEY_PREFIX, decided_key, rolls_span, run_prefix
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
+from tests.etcd_cluster import EtcdCluster
 
 SIZES: Final = (64, 256, 1000, 4000)
 SHARED_BY: Final = 8

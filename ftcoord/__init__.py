@@ -26,7 +26,6 @@ etcd:
 - `SessionState`: what a session knows of its lease: CONNECTED, SUSPENDED or LOST.
 - `cause_of_death`: why the process that held a lease is gone.
 - `EtcdServer`: an etcd server on this machine, for development and tests.
-- `EtcdCluster`: a local etcd cluster whose members can be killed, paused and restarted.
 
 Errors:
 
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from ftcoord.config import EtcdConfig
     from ftcoord.core.layout import Span
     from ftcoord.core.lease import SessionState
-    from ftcoord.embedded.cluster import EtcdCluster
     from ftcoord.embedded.server import EtcdServer
     from ftcoord.etcd.api import Compare, Delete, Get, Put
     from ftcoord.etcd.client import EtcdClient
@@ -64,7 +62,6 @@ _HOMES = {
     "Compare": "ftcoord.etcd.api",
     "Delete": "ftcoord.etcd.api",
     "EtcdClient": "ftcoord.etcd.client",
-    "EtcdCluster": "ftcoord.embedded.cluster",
     "EtcdConfig": "ftcoord.config",
     "EtcdRendezvousBackend": "ftcoord.rendezvous.backend",
     "EtcdRendezvousHandler": "ftcoord.rendezvous.handler",
@@ -86,7 +83,6 @@ __all__ = [
     "Compare",
     "Delete",
     "EtcdClient",
-    "EtcdCluster",
     "EtcdConfig",
     "EtcdRendezvousBackend",
     "EtcdRendezvousHandler",

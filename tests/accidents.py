@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from etcd_cluster import FragileEtcd
 from helpers import DEADLINE, eventually
 from members import Door
 
-from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Batch, Etcd, Get, RangeResult, Span, Watch, WatchItem
 from ftcoord.etcd.client import EtcdClient
@@ -57,7 +57,7 @@ class Rewinding:
 
     def __init__(self, data: Path) -> None:
         self._data, self._copy = data, data.with_name("copy")
-        self.server = EtcdServer(data)
+        self.server = FragileEtcd(data)
 
     def remember(self) -> None:
         self.server.kill()

@@ -13,10 +13,10 @@ import crashes
 import kept
 import locks
 import pytest
+from etcd_cluster import EtcdCluster, FragileEtcd
 from helpers import DEADLINE
 
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Delete, Span
 from ftcoord.etcd.client import EtcdClient
@@ -156,10 +156,10 @@ def client(etcd: EtcdServer) -> Iterator[EtcdClient]:
 
 
 @pytest.fixture
-def fragile(tmp_path: Path) -> Iterator[EtcdServer]:
+def fragile(tmp_path: Path) -> Iterator[FragileEtcd]:
     """An etcd that this test may kill and pause. Of a test that fails, the end of its log is shown."""
     log = tmp_path / "etcd.log"
-    with EtcdServer(log_path=str(log)) as server:
+    with FragileEtcd(log_path=str(log)) as server:
         yield server
         print(f"etcd {'runs' if server.is_running() else 'has ended'}:", *log.read_text().splitlines()[-30:], sep="\n")
 

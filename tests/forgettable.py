@@ -59,12 +59,6 @@ def server(endpoint: str, run: str) -> object:
     return server
 
 
-def cluster(endpoint: str, run: str) -> object:
-    cluster = ftcoord.EtcdCluster(1)
-    cluster.start()
-    return cluster
-
-
 def session(endpoint: str, run: str) -> object:
     client = ftcoord.EtcdClient(endpoint)
     session = ftcoord.Session(client, TTL)
@@ -161,7 +155,6 @@ def gateway(endpoint: str, run: str) -> object:
 
 MAKERS: dict[str, Callable[[str, str], object]] = {
     "EtcdClient": client,
-    "EtcdCluster": cluster,
     "EtcdRendezvousHandler": handler,
     "EtcdServer": server,
     "EtcdStore": store,

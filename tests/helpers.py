@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ftcoord.embedded.ports import LOOPBACK, ReservedPort
+from ftcoord.embedded.server import LOOPBACK, ReservedPort
 from ftcoord.etcd.api import Batch, Began, Event, WatchItem
 
 DEADLINE = 90.0

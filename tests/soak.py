@@ -38,7 +38,7 @@ DROPPED = "dropped"
 """The run of what is dropped. What its groups decided last is remembered, too."""
 VICTIMS = f"{PREFIX}victims"
 """Where those have their keys that are killed. What they died of is remembered for an hour."""
-OWN_ETCD = {"EtcdCluster", "EtcdServer"}
+OWN_ETCD = {"EtcdServer"}
 SAMPLE = 5.0
 SLOPE = 30.0
 """MiB an hour; a leak of one round or reconnect grows by far more at this speed."""

@@ -159,8 +159,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _server(options: argparse.Namespace) -> int:
-    from ftcoord.embedded.member import USER
-    from ftcoord.embedded.server import EtcdServer
+    from ftcoord.embedded.server import USER, EtcdServer
 
     warn_of(options.host, "can write all keys of this etcd unless it asks for a login; its traffic is plain text")
     ended = _event_of_the_end()
@@ -183,8 +182,9 @@ def _advise(etcd: EtcdServer) -> None:
     """Say what this release of etcd is good for: clients say nothing of it about an etcd that ftcoord started."""
     from ftcoord.etcd.release import newer_wanted
 
-    version = str((etcd.http("GET", "/version") or {}).get("etcdserver", ""))
-    if version and (wanted := newer_wanted(version)):
+    with etcd.get_client() as client:
+        version = client.version
+    if wanted := newer_wanted(version):
         print(
             f"etcd {version} is good for trying things out; it has known lease and watch bugs, so use {wanted} or"
             " newer for real training runs",

@@ -1,35 +1,55 @@
-"""A child process that never outlives its parent, with its scratch directory. See `ftcoord.embedded.supervisor`."""
+"""A child process that does not outlive this one."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import count
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from ftcoord import concurrency
-from ftcoord.errors import ForkedProcessError, ServerError
+from ftcoord.errors import ServerError
 from ftcoord.fork import OwnerProcess
 
-_SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supervisor.py")
-_SUPERVISOR_QUIT_TIMEOUT = 30.0
+TERM_GRACE: Final = 2.0
+"""Seconds between SIGTERM and SIGKILL. etcd waits longer for open streams to end, and loses nothing when killed."""
+
+_EXEC: Final = """
+import os, signal, sys
+parent, *command = sys.argv[1:]
+if sys.platform == "linux":
+    try:
+        import ctypes
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except ImportError:  # a Python built without libffi
+        pass
+if os.getppid() != int(parent):  # it ended before the kernel was asked
+    sys.exit("the process that starts this one has ended")
+try:
+    os.execv(command[0], command)
+except OSError as error:
+    sys.exit(f"cannot execute {command[0]!r}: {error.strerror or error}")
+"""
+"""Becomes the command, once the kernel is asked to kill it with its parent. Not a `preexec_fn`: that runs Python in the
+fork of a process with threads, where a lock may be held forever."""
 
 
-class SupervisedProcess:
-    """Runs `command` under a supervisor that ends it when this process ends, for whatever reason.
+class ChildProcess:
+    """Runs a command until it ends, `close` is called, or this process ends: on Linux also if that is killed with
+    SIGKILL, and its forked children live on. Thread-safe.
 
-    Signals go through the supervisor, which is the command's parent, so they can never hit another process with the
-    same pid. Thread-safe. In a forked child `close()` does nothing, and everything else raises `ForkedProcessError`.
+    The kernel sends the signal when the *thread* ends that started the child. So a thread of its own starts it, and
+    waits for its end.
 
     Args:
         command: an absolute path and its arguments.
-        output: where the command's standard output and error go: a file or descriptor.
+        output: where its standard output and error go: a file or descriptor.
         environment: its environment variables.
-        scratch: a directory that is removed when the command is ended for good, or None.
+        keeps: descriptors that it keeps open.
+
+    Raises OSError and ThreadNotStarted. A command that cannot be executed ends with exit code 1, and says so in its
+    output.
     """
 
     def __init__(
@@ -38,110 +58,61 @@ class SupervisedProcess:
         *,
         output: int | IO[Any],
         environment: Mapping[str, str],
-        scratch: str | None = None,
+        keeps: Sequence[int] = (),
     ) -> None:
         if not sys.executable:
             raise ServerError("cannot start etcd without a Python interpreter: set sys.executable to the path of one")
-        self._owner = OwnerProcess("this etcd belongs to the parent process")
-        self._binary = command[0]
-        self._scratch = scratch
-        # Held during a request and its answer: the supervisor answers one at a time.
-        self._lock = concurrency.lock("SupervisedProcess._lock")
-        self._numbers = count(1)
-        self._supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", _SUPERVISOR, str(self._owner.pid), scratch or "", *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            cwd="/",
-            env=dict(environment),
-            start_new_session=True,  # Ctrl-C in a terminal is for the parent, which then ends this in its own time
-        )
+        self.owner = OwnerProcess("this etcd belongs to the parent process")
+        self._command = [sys.executable, "-I", "-S", "-c", _EXEC, str(self.owner.pid), *command]
+        self._output, self._environment, self._keeps = output, environment, keeps
+        self._process: subprocess.Popen[bytes] | None = None
+        self._problem: OSError | None = None
+        self._started, self._ended = concurrency.event(), concurrency.event()
+        self._thread = concurrency.thread(self._run, "ftcoord-etcd")
+        self._thread.start()
+        self._started.wait()
+        if self._problem is not None:
+            raise self._problem
 
-    def is_owner(self) -> bool:
-        """False in a forked child of the process that made this object."""
-        return self._owner.is_current
-
-    def start(self) -> None:
-        """Start the command; a running one is ended first.
-
-        Raises:
-            ServerError: it cannot be executed.
-        """
-        self._request("start")
-
-    def exit_code(self) -> int | None:
-        """None while the command runs (or is paused), else its exit code; negative for a signal."""
-        state, value = self._request("state")
-        return None if state == "running" else int(value)
-
+    @property
     def pid(self) -> int | None:
-        """The command's own pid; None if it does not run."""
-        state, value = self._request("state")
-        return int(value) if state == "running" else None
+        """Its pid; None if it has ended."""
+        return self._process.pid if self._process is not None and self.exit_code is None else None
 
-    def kill(self) -> None:
-        """End the command with SIGKILL, and wait until it is gone. The scratch directory stays."""
-        self._request("kill")
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs (or is stopped by a signal), else its exit code; negative for a signal."""
+        return self._process.returncode if self._process is not None and self._ended.is_set() else None
 
-    def terminate(self) -> None:
-        """End the command with SIGTERM, then SIGKILL, and wait until it is gone. The scratch directory stays."""
-        self._request("terminate")
-
-    def pause(self) -> None:
-        """Stop the command with SIGSTOP, and wait until it has stopped. No effect if it has ended."""
-        self._request("pause")
-
-    def resume(self) -> None:
-        """Let a paused command run again."""
-        self._request("resume")
-
-    def close(self) -> None:
-        """End the command and the supervisor, and remove the scratch directory. Idempotent."""
-        if not self.is_owner():
+    def close(self, *, kill: bool = False) -> None:
+        """End it with SIGTERM and then SIGKILL, or with SIGKILL at once, and wait until it is gone. Idempotent; does
+        nothing in a forked child."""
+        if not self.owner.is_current or self._process is None:
             return
-        with self._lock:
-            if self._supervisor.poll() is None:
-                self._quit()
-            for pipe in (self._supervisor.stdin, self._supervisor.stdout):
-                if pipe is not None:
-                    pipe.close()
-            if self._scratch:
-                shutil.rmtree(self._scratch, ignore_errors=True)  # there still if the supervisor was killed
+        if not kill:
+            self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)
+            self._ended.wait(TERM_GRACE)
+        self._process.kill()  # does nothing if it has ended
+        self._ended.wait()
 
-    def _quit(self) -> None:
-        # Said in words: closing the pipe is not enough while a forked child holds a copy of it.
-        with contextlib.suppress(BrokenPipeError):
-            self._send("quit")
+    def _run(self) -> None:
         try:
-            self._supervisor.wait(_SUPERVISOR_QUIT_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait()
-
-    def _request(self, verb: str) -> tuple[str, str]:
-        if not self.is_owner():
-            raise ForkedProcessError("an etcd belongs to the process that started it: here, use its endpoint only")
-        with self._lock:
-            try:
-                state, value = self._answer_to(self._send(verb))
-            except (BrokenPipeError, EOFError):
-                raise ServerError("etcd's supervisor was ended from outside: call stop() and start() again") from None
-        if state == "failed":
-            raise ServerError(f"cannot execute {self._binary!r}: {value}")
-        return state, value
-
-    def _send(self, verb: str) -> str:
-        assert self._supervisor.stdin is not None
-        number = str(next(self._numbers))
-        os.write(self._supervisor.stdin.fileno(), f"{number} {verb}\n".encode())
-        return number
-
-    def _answer_to(self, number: str) -> tuple[str, str]:
-        assert self._supervisor.stdout is not None
-        while line := self._supervisor.stdout.readline():
-            answered, state, value = line.decode().rstrip("\n").split(" ", 2)
-            # A smaller number answers a request whose caller was interrupted (Ctrl-C) before it could read.
-            if answered == number:
-                return state, value
-        raise EOFError
+            # In a session of its own: Ctrl-C in a terminal is for this process, which then ends its children.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=self._environment,
+                pass_fds=self._keeps,
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._problem = error
+            return
+        finally:
+            self._started.set()
+        self._process.wait()
+        self._ended.set()

@@ -1,50 +1,117 @@
-"""An embedded etcd server on this machine."""
+"""An etcd server on this machine."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
+import http.client
+import ipaddress
+import json
 import logging
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.embedded.member import EtcdMember
-from ftcoord.embedded.ports import LOOPBACK, PortLost
-from ftcoord.errors import ServerError
+from ftcoord.config import Credentials, Endpoint, EtcdConfig
+from ftcoord.embedded.binary import COMMIT_WHOLE, find_etcd, loses_writes
+from ftcoord.embedded.process import ChildProcess
+from ftcoord.errors import ConfigError, EtcdError, ServerError
+from ftcoord.etcd.release import EMBEDDED_NAMES
 
 if TYPE_CHECKING:
     from ftcoord.etcd.client import EtcdClient
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
+
+LOOPBACK: Final = "127.0.0.1"
+POLL_INTERVAL: Final = 0.02
+"""Seconds between two checks of a server that is starting: etcd does not announce that it serves."""
+HTTP_TIMEOUT: Final = 2.0
+USER: Final = "root"
+"""The user of an etcd with a login."""
+LEFT_AFTER: Final = 60.0
+"""Seconds after which temporary data that no process holds is left over: it was not just made."""
+_TEMPORARY: Final = "ftcoord-etcd-"
+_LOG_LINES: Final = 12
+_PASSWORD_FILE: Final = "password"
+_CHEAP_HASH: Final = "--bcrypt-cost=4"
+"""A random password cannot be guessed, however quickly its hash is computed; and each login computes it."""
+_CLOSE_TIMEOUT: Final = 2.0
+"""Seconds to wait for gRPC's threads, which have no work left."""
 
 _Self = TypeVar("_Self", bound="EtcdServer")
 
 
-class EtcdServer(EtcdMember):
+class PortLost(ServerError):
+    """Another process has the port; another port may work."""
+
+
+class EtcdServer:
     """A single etcd server, with the methods of torch's class of that name.
 
         with EtcdServer() as server:
             client = server.get_client()
 
-    It ends with the process that started it, even if that is killed with SIGKILL, and its temporary data is removed. It
-    does not end with the thread that started it, nor with a forked child. Unlike torch's class, it keeps a `data_dir`
-    that you give, and `get_client` returns a client of etcd's v3 API.
+    It ends with the process that started it; it does not end with the thread that started it, nor with a forked child.
+    On Linux it ends also if that process is killed with SIGKILL, by PR_SET_PDEATHSIG. Elsewhere (and with a Python that
+    has no ctypes) it then serves on, and has to be ended by hand. Temporary data that a killed process left is removed
+    by the next start, from a minute later on. Unlike torch's class, it keeps a `data_dir` that you give, and
+    `get_client` returns a client of etcd's v3 API. Except for `start`, `stop`, `is_running`, `healthy` and `get_host`,
+    methods raise ServerError before it is started. In a forked child `stop` does nothing, and methods that concern the
+    process raise ForkedProcessError.
 
     Args:
         data_dir: etcd's data; kept on `stop`. None for a temporary directory that is removed.
         port: the client port; 0 for any free one.
         host: the IP address to listen on, 127.0.0.1 by default.
         log_path: the file that etcd's log is appended to; None for ``etcd.log`` beside its data.
-        heartbeat_interval_ms: etcd's flag, 100 by default.
-        election_timeout_ms: etcd's flag, 1000 by default, at least 5 heartbeat intervals. etcd grants no lease shorter
-            than 1.5 times this.
         extra_args: further etcd flags, last on its command line. Anyone on the machine can read them.
-        name: the member's name; in etcd it is prefixed with ``ftcoord-``.
         login: whether etcd requires a login: the user ``root``, with a random password, which `config` and
             `get_client` use. It is in the file ``password`` (mode 0600) of etcd's data, so that a later start on the
             same data has the same one. A start without `login` on such data switches it off.
 
     Raises ConfigError if an argument is not valid.
     """
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str] | None = None,
+        *,
+        port: int = 0,
+        host: str = LOOPBACK,
+        log_path: str | os.PathLike[str] | None = None,
+        extra_args: Sequence[str] = (),
+        login: bool = False,
+    ) -> None:
+        if not 0 <= port <= 65535:
+            raise ConfigError("port", port, "a port number, or 0 for any free one")
+        if isinstance(extra_args, str):
+            raise ConfigError("extra_args", extra_args, "a list of flags, such as ['--quota-backend-bytes=16777216']")
+        self._name, self._host, self._wanted_port = f"{EMBEDDED_NAMES}default", _listen_address(host), port
+        self._data_dir = None if data_dir is None else os.path.abspath(data_dir)
+        self._wanted_log = None if log_path is None else os.path.abspath(log_path)
+        self._extra_args, self._login = tuple(extra_args), login
+        self._client_port: ReservedPort | None = None
+        self._peer_port: ReservedPort | None = None
+        self._child: ChildProcess | None = None
+        self._cancel_finalizer: Callable[[], None] = lambda: None
+        self._held = contextlib.ExitStack()
+        """What `stop` gives back: ports, temporary data."""
+        self._keeps: tuple[int, ...] = ()
+        """The lock of the temporary data, which etcd keeps too."""
+        self._data = self._log = ""
+        self._password = ""  # of the data: there is one too if its login is to be switched off
+        self._output: int | IO[Any] | None = None
+        """Where etcd's log goes, if not into a file of its own."""
+        self._log_start = 0
 
     def start(self, timeout: float = 60, num_retries: int = 3, stderr: int | IO[Any] | None = None) -> None:
         """Start etcd, and wait until it serves.
@@ -55,32 +122,73 @@ class EtcdServer(EtcdMember):
             stderr: a file, a descriptor or ``subprocess.DEVNULL`` for etcd's log, instead of its log file.
 
         Raises:
-            ConfigError: `stderr` is ``subprocess.PIPE``.
+            ConfigError: `stderr` is ``subprocess.PIPE``, which nobody would read.
             ServerError: it is already started, there is no etcd binary, the port is in use, or etcd ended or did not
                 serve in time; the message then has the end of etcd's log. Or its data has users of its own. Nothing is
                 left behind.
         """
-        if self._process is not None:
+        if self._child is not None:
             raise ServerError(f"etcd is started already on {self.get_endpoint()}: use it, or call stop() or restart()")
+        if stderr in (subprocess.PIPE, subprocess.STDOUT):
+            raise ConfigError("stderr", stderr, "a file, a descriptor, subprocess.DEVNULL, or None for etcd's log file")
         deadline = concurrency.now() + timeout
         for tries_left in reversed(range(max(1, num_retries))):
             try:
-                self._start(deadline - concurrency.now(), stderr)
+                with contextlib.ExitStack() as undo:
+                    undo.callback(self.stop)
+                    self._prepare(stderr)
+                    self._launch()
+                    self._wait_ready(deadline - concurrency.now())
+                    undo.pop_all()
             except PortLost as error:
                 if not tries_left:
                     raise
-                logger.info("starting etcd again, on another port if possible: %s", error)
+                log.info("starting etcd again, on another port if possible: %s", error)
             else:
-                logger.info("etcd serves on %s", self.get_endpoint())
+                log.info("etcd serves on %s", self.get_endpoint())
                 return
 
+    def stop(self) -> None:
+        """End etcd and remove its temporary data. Idempotent; does nothing in a forked child."""
+        if self._child is not None and not self._child.owner.is_current:
+            return
+        if self._child is not None:
+            self._cancel_finalizer()
+            _end(self._child, self._held, bool(self._keeps))
+            self._child = None
+        self._held.close()
+
+    def restart(self, timeout: float = 60) -> None:
+        """Start etcd again on the same port with the same data, and wait up to `timeout` seconds until it serves. A
+        running one is ended first.
+
+        Raises:
+            ServerError: it was never started, or does not come up. It can be tried again.
+        """
+        self._started().close()
+        self._launch()
+        self._wait_ready(timeout)
+
+    def kill(self) -> None:
+        """End etcd with SIGKILL, as in a crash. Its data and port are kept for `restart`."""
+        self._started().close(kill=True)
+
     def get_host(self) -> str:
-        """``localhost``, as in torch; or the address that it listens on, if that is not 127.0.0.1."""
-        host = super().get_host()
-        return "localhost" if host == LOOPBACK else host
+        """``localhost``, as in torch; or the address at which this machine reaches it, if it is not 127.0.0.1."""
+        return {LOOPBACK: "localhost", "0.0.0.0": "localhost", "::": "::1"}.get(self._host, self._host)
+
+    def get_port(self) -> int:
+        """The client port; it does not change between `start` and `stop`."""
+        if self._client_port is None:
+            raise ServerError("etcd has no port yet: call start() first")
+        return self._client_port.number
+
+    def get_endpoint(self) -> str:
+        """``host:port`` for clients."""
+        return Endpoint(self.get_host(), self.get_port()).target
 
     def get_client(self) -> EtcdClient:
-        """Make a client of this server; the caller closes it. Raises ServerError if it was never started.
+        """Make a client of this server; the caller closes it.
 
         Of python-etcd's client, which torch's class returns, it has only `version`: the other calls are those of etcd's
         v2 API, which etcd 3.6 and later do not have. See `EtcdClient`.
@@ -89,6 +197,38 @@ class EtcdServer(EtcdMember):
 
         return EtcdClient(self.config())
 
+    def config(self, request_timeout: float = 5.0) -> EtcdConfig:
+        """How clients reach it: its endpoint, and its login if it has one."""
+        return self._config(self._login, request_timeout)
+
+    def password_file(self) -> str:
+        """The path of the file with the login's password; empty without a login."""
+        return os.path.join(self._data, _PASSWORD_FILE) if self._login else ""
+
+    @property
+    def pid(self) -> int:
+        """The pid of etcd. Raises ServerError if it does not run."""
+        pid = self._started().pid
+        if pid is None:
+            raise ServerError("etcd does not run: call restart()")
+        return pid
+
+    def is_running(self) -> bool:
+        """Whether the etcd process exists, even if it is stopped by a signal."""
+        return self._child is not None and self._started().exit_code is None
+
+    def healthy(self, timeout: float = HTTP_TIMEOUT) -> bool:
+        """Whether it serves linearizable reads, and so knows a leader. A server out of space (NOSPACE) is healthy.
+
+        Args:
+            timeout: seconds for each of the two requests that this may take.
+        """
+        answer = self._ask("/health", timeout)
+        if answer is not None and answer[0] == http.client.SERVICE_UNAVAILABLE:
+            # Not asked first: the exclusion makes etcd log a warning whenever it is not out of space.
+            answer = self._ask("/health?exclude=NOSPACE", timeout)
+        return answer is not None and isinstance(answer[1], dict) and str(answer[1].get("health")) == "true"
+
     def __enter__(self: _Self) -> _Self:
         self.start()
         return self
@@ -96,9 +236,267 @@ class EtcdServer(EtcdMember):
     def __exit__(self, *_error: object) -> None:
         self.stop()
 
-    def _start(self, timeout: float, stderr: int | IO[Any] | None) -> None:
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.stop)
-            self.launch(self.prepare(), stderr)
-            self.wait_ready(timeout)
-            undo.pop_all()
+    # -- its process ------------------------------------------------------------------------------------------------
+
+    def _prepare(self, stderr: int | IO[Any] | None = None) -> None:
+        """Reserve the ports, and make what etcd needs on disk. What is made is held until `stop`."""
+        self._client_port = ReservedPort(self._host, self._wanted_port)
+        self._held.callback(self._client_port.release)
+        self._peer_port = ReservedPort(LOOPBACK)
+        self._held.callback(self._peer_port.release)
+        try:
+            folder, self._keeps = self._data_dir, ()
+            if folder is None:
+                folder, lock = _temporary_folder(self._held)
+                self._keeps = (lock,)
+            self._data = self._data_dir or os.path.join(folder, "data")
+            os.makedirs(self._data, mode=0o700, exist_ok=True)
+            self._password = _password_in(self._data, create=self._login)
+            self._log, self._output = self._wanted_log or os.path.join(folder, "etcd.log"), stderr
+        except OSError as error:
+            raise _unusable(error) from error
+
+    def _launch(self) -> None:
+        """Start etcd, after `_prepare`. Does not wait until it serves."""
+        binary = find_etcd()
+        for port in (self._client_port, self._peer_port):
+            assert port is not None
+            port.hand_over()
+        try:
+            with contextlib.ExitStack() as files:
+                output = self._output
+                if output is None:
+                    output = files.enter_context(open(self._log, "ab"))
+                    self._log_start = output.tell()
+                self._child = ChildProcess(
+                    [binary, *(COMMIT_WHOLE if loses_writes(binary) else ()), *self._arguments()],
+                    output=output,
+                    environment=_environment(),
+                    keeps=self._keeps,
+                )
+        except OSError as error:
+            raise _unusable(error) from error
+        self._cancel_finalizer()
+        self._cancel_finalizer = concurrency.when_forgotten(
+            self, _end, self._child, self._held, bool(self._keeps), stage=concurrency.Stage.SERVERS
+        )
+
+    def _wait_ready(self, timeout: float) -> None:
+        """Wait until etcd serves, and requires a login or none, as was asked for. Raises PortLost, ServerError."""
+        deadline = concurrency.now() + timeout
+        while not self.healthy(min(HTTP_TIMEOUT, max(POLL_INTERVAL, deadline - concurrency.now()))):
+            code = self._started().exit_code
+            if code is not None:
+                raise self._startup_error(f"etcd ended with code {code} before it served")
+            if concurrency.now() >= deadline:
+                raise self._startup_error(f"etcd did not serve within {timeout:.3g} s")
+            concurrency.sleep(POLL_INTERVAL)
+        if self._password:
+            try:
+                set_login(self._config(True, max(1.0, deadline - concurrency.now())), self._login)
+            except EtcdError as error:
+                todo = (
+                    "choose another data_dir, or leave its users as they are: start it without a login (`--no-login`)"
+                )
+                raise ServerError(f"cannot set the login of the etcd in {self._data}: {error}; {todo}") from None
+
+    def _started(self) -> ChildProcess:
+        if self._child is None:
+            raise ServerError("etcd is not started: call start() first")
+        self._child.owner.check()
+        return self._child
+
+    def _config(self, login: bool, request_timeout: float) -> EtcdConfig:
+        user = Credentials(USER, self._password) if login else None
+        endpoint = Endpoint(self.get_host(), self.get_port())
+        return EtcdConfig((endpoint,), credentials=user, request_timeout=request_timeout)
+
+    def _peer_url(self) -> str:
+        assert self._peer_port is not None
+        return f"http://{LOOPBACK}:{self._peer_port.number}"
+
+    def _initial_cluster(self) -> str:
+        return f"{self._name}={self._peer_url()}"
+
+    def _arguments(self) -> list[str]:
+        """etcd's flags: only those that every version from 3.4 on has.
+
+        A web page of any site can send requests to this machine's ports. etcd refuses those that name another host (DNS
+        rebinding), and has no JSON gateway, which takes writes that a browser sends without asking first.
+        """
+        hosts = dict.fromkeys((LOOPBACK, "localhost", "::1", self._host))
+        return [
+            f"--host-whitelist={','.join(hosts)}",
+            "--enable-grpc-gateway=false",
+            f"--name={self._name}",
+            f"--data-dir={self._data}",
+            f"--listen-client-urls=http://{Endpoint(self._host, self.get_port()).target}",
+            f"--advertise-client-urls=http://{self.get_endpoint()}",
+            f"--listen-peer-urls={self._peer_url()}",
+            f"--initial-advertise-peer-urls={self._peer_url()}",
+            f"--initial-cluster={self._initial_cluster()}",
+            "--logger=zap",
+            "--log-level=warn",
+            "--log-outputs=stderr",
+            *([_CHEAP_HASH] if self._login else ()),
+            *self._extra_args,
+        ]
+
+    def _ask(self, path: str, timeout: float) -> tuple[int, Any] | None:
+        """The status and JSON of etcd's answer to a GET; None without an answer."""
+        if self._client_port is None:
+            return None
+        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self._host, self._host)
+        connection = http.client.HTTPConnection(host, self.get_port(), timeout=timeout)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError):
+            return None
+        finally:
+            connection.close()
+
+    def _startup_error(self, problem: str) -> ServerError:
+        """The error, with etcd's log since its last launch."""
+        if self._output is not None:
+            return ServerError(f"{problem} on {self.get_endpoint()}; correct what it wrote to the given stderr")
+        with open(self._log, "rb") as file:
+            file.seek(self._log_start)
+            lines = file.read().decode(errors="replace").splitlines()
+        if len(lines) > _LOG_LINES:  # the first line says it when a flag was wrong: the rest is etcd's help text
+            lines = [lines[0], "...", *lines[-_LOG_LINES + 2 :]]
+        text = "\n  ".join(lines) or "(empty)"
+        kind = PortLost if "address already in use" in text else ServerError
+        return kind(f"{problem} on {self.get_endpoint()}; correct what its log says and try again. The log:\n  {text}")
+
+
+def _end(child: ChildProcess, held: contextlib.ExitStack, is_temporary: bool) -> None:
+    child.close(kill=is_temporary)  # nobody will read such data again: no need to be polite
+    held.close()
+
+
+def set_login(config: EtcdConfig, wanted: bool) -> None:
+    """Have etcd require the login of `config`, who may do everything; or, if it is not wanted, no login at all.
+
+    Idempotent, so that it completes what an earlier start left half done. Raises EtcdError.
+    """
+    from ftcoord.etcd.rpc import messages  # loads gRPC
+    from ftcoord.etcd.rpc.transport import Transport
+
+    login = config.credentials
+    assert login is not None
+    with contextlib.ExitStack() as ends:
+        etcd = Transport(config)
+        ends.callback(etcd.join, _CLOSE_TIMEOUT)
+        ends.callback(etcd.close)
+        if bool(etcd.token()) == wanted:
+            return
+        switch = messages.message("AuthSwitchRequest")()
+        if not wanted:
+            etcd.call(messages.AUTH_DISABLE, switch)
+            return
+        user = messages.message("AuthUserRequest")(name=login.user, password=login.password)
+        try:
+            etcd.call(messages.USER_ADD, user)
+        except EtcdError:  # the user is there already, perhaps with another password
+            etcd.call(messages.USER_CHANGE_PASSWORD, user)
+        role = messages.message("AuthUserGrantRoleRequest")(user=login.user, role="root")
+        etcd.call(messages.USER_GRANT_ROLE, role)
+        etcd.call(messages.AUTH_ENABLE, switch)
+
+
+# -- ports, files, environment ----------------------------------------------------------------------------------------
+
+
+class ReservedPort:
+    """A TCP port kept for one server while this object lives, so that no other process takes it while the server is
+    down.
+
+    The reservation is a bound socket that does not listen. On Linux another socket with SO_REUSEADDR, which etcd sets,
+    may listen on that port; elsewhere the reservation must be given up just before (`hand_over`).
+
+    Raises PortLost if the given port is in use, or may not be used.
+    """
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            problem = f"cannot use {Endpoint(host, port)} for etcd: {(error.strerror or str(error)).lower()}"
+            raise PortLost(f"{problem}; end what listens there, or choose another port (0: any free one)") from None
+        self.number: int = self._socket.getsockname()[1]
+
+    def hand_over(self) -> None:
+        """Call this just before the server starts to listen."""
+        if sys.platform != "linux":
+            self._socket.close()
+
+    def release(self) -> None:
+        self._socket.close()
+
+
+def _listen_address(host: str) -> str:
+    """The IP address to listen on. Raises ConfigError for neither an IP address nor ``localhost``."""
+    if host == "localhost":
+        return LOOPBACK
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        raise ConfigError("host", host, "an IP address of this machine, such as 127.0.0.1") from None
+
+
+def _temporary_folder(held: contextlib.ExitStack) -> tuple[str, int]:
+    """A new folder, and a descriptor that locks it as long as a process has it open. `held` gives both back.
+
+    Where a process was killed, nobody removes its folder: this does, for all whose lock is free.
+    """
+    for left in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{_TEMPORARY}*")):
+        with contextlib.suppress(OSError):  # of another user, in use, or gone
+            _remove_left(left)
+    folder = tempfile.mkdtemp(prefix=_TEMPORARY)
+    held.callback(shutil.rmtree, folder, ignore_errors=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    held.callback(os.close, lock)
+    with contextlib.suppress(OSError):  # a file system without locks: then nobody finds it free, either
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return folder, lock
+
+
+def _remove_left(folder: str) -> None:
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(lock)
+        if found.st_uid == os.geteuid() and concurrency.wall() - found.st_mtime > LEFT_AFTER:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _password_in(data_dir: str, create: bool) -> str:
+    """The password in the file there; a new one if it is to be created; else, empty. Raises OSError."""
+    path, flags = os.path.join(data_dir, _PASSWORD_FILE), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    if not create and not os.path.exists(path):
+        return ""
+    with open(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
+        password = file.read().strip()
+        if create and not password:
+            password = secrets.token_urlsafe(24)
+            file.write(f"{password}\n")
+            file.flush()
+            os.fsync(file.fileno())  # before etcd requires it
+    return password
+
+
+def _unusable(error: OSError) -> ServerError:
+    return ServerError(f"cannot start etcd: {error}; choose another data_dir or log_path")
+
+
+def _environment() -> dict[str, str]:
+    """Ours without etcd's own variables, each of which stands for a flag."""
+    keep = "ETCD_UNSUPPORTED_ARCH"  # without it etcd 3.4 refuses to run on arm64
+    return {name: value for name, value in os.environ.items() if not name.startswith("ETCD_") or name == keep}

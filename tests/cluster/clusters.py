@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, set_alarm
 from lines import Lines
 
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.etcd.client import EtcdClient
 
 SIZE = 3

@@ -13,10 +13,10 @@ from clusters import SIZE
 from helpers import DEADLINE, eventually
 
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded import rpc
-from ftcoord.embedded.ports import ReservedPort
+from ftcoord.embedded.server import ReservedPort
 from ftcoord.endpoints import Endpoint
 from ftcoord.errors import EtcdError
+from ftcoord.etcd.client import EtcdClient
 
 HOST = "127.0.0.1"
 REMOVE = "down -v -t 0"
@@ -136,10 +136,11 @@ class ContainerCluster:
         """The member that claims to lead, in the highest term, if there is one."""
         claims: list[tuple[int, int]] = []
         for i in range(SIZE):
-            with contextlib.suppress(EtcdError):
-                status = rpc.status(EtcdConfig((Endpoint(HOST, self._ports[i]),), request_timeout=2))
-                if status.leader == status.header.member_id:
-                    claims.append((status.header.raft_term, i))
+            config = EtcdConfig((Endpoint(HOST, self._ports[i]),), request_timeout=2)
+            with contextlib.suppress(EtcdError), EtcdClient(config) as client:
+                status = client.member_status()
+                if status.leader_id == status.member_id:
+                    claims.append((status.raft_term, i))
         return [max(claims)[1]] if claims else []
 
     def _ask(self, i: int, path: str) -> dict[str, Any] | None:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from clusters import SIZE, Cluster
+from etcd_cluster import FragileEtcd
 from load import two_jobs
-
-from ftcoord.embedded.server import EtcdServer
 
 pytestmark = pytest.mark.alone
 
@@ -21,13 +20,13 @@ TTL = 2
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[EtcdServer]:
-    with EtcdServer(data_dir=str(tmp_path / "etcd")) as server:
+def server(tmp_path: Path) -> Iterator[FragileEtcd]:
+    with FragileEtcd(data_dir=str(tmp_path / "etcd")) as server:
         yield server
 
 
 @pytest.mark.parametrize("leases", HANGS)
-def test_the_only_etcd_hangs(server: EtcdServer, prefix: str, figures: Callable[..., None], leases: float) -> None:
+def test_the_only_etcd_hangs(server: FragileEtcd, prefix: str, figures: Callable[..., None], leases: float) -> None:
     """It ends all leases when it goes on."""
     with two_jobs(server.get_endpoint(), prefix, TTL) as jobs:
         before = [node.lease() for node in jobs.run.nodes]
@@ -65,7 +64,7 @@ def hang(cluster: Cluster, count: int, prefix: str, figures: Callable[..., None]
     figures(seconds=HANGS[0] * TTL, members=count, evictions=0, round_after=round_, quorum_after=quorum)
 
 
-def test_a_snapshot_is_restored(server: EtcdServer, tmp_path: Path, prefix: str, figures: Callable[..., None]) -> None:
+def test_a_snapshot_is_restored(server: FragileEtcd, tmp_path: Path, prefix: str, figures: Callable[..., None]) -> None:
     """Its record is of an earlier round, and its leases are of nobody."""
     data, snapshot = tmp_path / "etcd", tmp_path / "snapshot"
     with two_jobs(server.get_endpoint(), prefix, TTL) as jobs:

@@ -15,7 +15,6 @@ from members import Door
 from rdzv_nodes import spawn
 from torch.distributed import DistNetworkError, DistStoreError
 
-from ftcoord.embedded import rpc
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdNoSpace, OutcomeUnknown
 from ftcoord.etcd.api import Etcd, Get, Lease, Put, Span, TxnResult
@@ -292,7 +291,8 @@ def _write_over(store: EtcdStore, times: int) -> None:
 
 def _size_when_defragmented(server: EtcdServer) -> int:
     ask_etcd(server.get_endpoint(), "Maintenance/Defragment")
-    return int(rpc.status(server.config(DEADLINE)).db_size)
+    with EtcdClient(server.config(DEADLINE)) as client:
+        return client.member_status().db_size
 
 
 def test_no_time_at_all(client: EtcdClient, prefix: str) -> None:

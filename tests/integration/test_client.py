@@ -19,11 +19,11 @@ import grpc
 import pytest
 import warm
 from cutting import Cutter
+from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, eventually, in_fork, python
 
 from ftcoord.config import Credentials, EtcdConfig
-from ftcoord.embedded import member
-from ftcoord.embedded.cluster import EtcdCluster
+from ftcoord.embedded import server as server_module
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
 from ftcoord.etcd import client as client_module
@@ -75,7 +75,7 @@ def test_an_old_etcd_is_warned_of_unless_ftcoord_started_it(
     status = client.status()
     assert status.leader_id == status.member_id
     assert not caplog.records
-    monkeypatch.setattr(member, "EMBEDDED_NAMES", "")  # the next one is named as a user's is
+    monkeypatch.setattr(server_module, "EMBEDDED_NAMES", "")  # the next one is named as a user's is
     with EtcdServer() as server, server.get_client() as users:
         for _ in range(2):
             users.status(timeout=DEADLINE)

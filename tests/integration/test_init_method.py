@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import warm
+from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, eventually
 from rdzv_nodes import keys_under
 
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 

@@ -7,12 +7,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from etcd_cluster import EtcdCluster
 
 from benchmarks import agent_store, scale
 from benchmarks.agents import AT_ONCE, Host
 from benchmarks.metrics import Holdings
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.etcd.api import Get, RangeResult, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.shared import SharedClient

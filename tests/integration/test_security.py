@@ -23,13 +23,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from etcd_cluster import FragileEtcd
 from helpers import DEADLINE, Seen, eventually
 
 from ftcoord import cli
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
-from ftcoord.embedded.ports import LOOPBACK, ReservedPort
-from ftcoord.embedded.server import EtcdServer
+from ftcoord.embedded.server import LOOPBACK, EtcdServer, ReservedPort
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Compare, Get, Put, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
@@ -90,7 +90,7 @@ class Authority:
         subprocess.run(["openssl", *arguments], cwd=self._directory, check=True, capture_output=True)
 
 
-class SecureServer(EtcdServer):
+class SecureServer(FragileEtcd):
     """An etcd with a second client address, for TLS with client certificates; the first one is for its health."""
 
     def __init__(self, authority: Authority, *extra_args: str, days: int = 2) -> None:
@@ -100,9 +100,9 @@ class SecureServer(EtcdServer):
         self.issued = own
         self.secure_port = ReservedPort(LOOPBACK)
 
-    def _arguments(self, data_dir: str, initial_cluster: str) -> list[str]:
+    def _arguments(self) -> list[str]:
         both = f"http://{self.get_endpoint()},https://{LOOPBACK}:{self.secure_port.number}"
-        return [*super()._arguments(data_dir, initial_cluster), f"--listen-client-urls={both}"]
+        return [*super()._arguments(), f"--listen-client-urls={both}"]
 
     def stop(self) -> None:
         super().stop()
@@ -364,7 +364,7 @@ def test_a_file_that_is_empty_while_it_is_replaced(tmp_path: Path, emptied: str)
 # -- users ----------------------------------------------------------------------------------------------------------
 
 
-def add_users(server: EtcdServer) -> None:
+def add_users(server: FragileEtcd) -> None:
     """root may do all, trainer what begins with /job/."""
     for name, password in (("root", "rootpass"), ("trainer", "swordfish")):
         ask(server, "user/add", name=name, password=password)
@@ -374,23 +374,23 @@ def add_users(server: EtcdServer) -> None:
         ask(server, "user/grant", user=name, role=name)
 
 
-def ask(server: EtcdServer, what: str, **body: object) -> None:
+def ask(server: FragileEtcd, what: str, **body: object) -> None:
     """Through etcd's HTTP gateway."""
     assert server.http("POST", f"/v3/auth/{what}", body, timeout=DEADLINE) is not None, what
 
 
 @pytest.fixture
-def guarded() -> Iterator[EtcdServer]:
+def guarded() -> Iterator[FragileEtcd]:
     """An etcd with users, whose tokens live for 2 s, and may be killed."""
-    with EtcdServer(extra_args=[f"--auth-token-ttl={TOKEN_TTL}", JSON_GATEWAY]) as server:
+    with FragileEtcd(extra_args=[f"--auth-token-ttl={TOKEN_TTL}", JSON_GATEWAY]) as server:
         add_users(server)
         ask(server, "enable")
         yield server
 
 
 @pytest.fixture(scope="module")
-def guarded_for_all() -> Iterator[EtcdServer]:
-    with EtcdServer(extra_args=[JSON_GATEWAY]) as server:
+def guarded_for_all() -> Iterator[FragileEtcd]:
+    with FragileEtcd(extra_args=[JSON_GATEWAY]) as server:
         add_users(server)
         ask(server, "enable")
         yield server
@@ -399,7 +399,7 @@ def guarded_for_all() -> Iterator[EtcdServer]:
 IN_TIME = {"timeout": DEADLINE}
 
 
-def trainer(server: EtcdServer) -> EtcdClient:
+def trainer(server: FragileEtcd) -> EtcdClient:
     return connect(server.get_endpoint(), user="trainer", password="swordfish")
 
 
@@ -407,7 +407,7 @@ def outlive_a_token() -> None:
     threading.Event().wait(2.5 * TOKEN_TTL)
 
 
-def test_a_user_may_do_what_the_role_says(guarded_for_all: EtcdServer) -> None:
+def test_a_user_may_do_what_the_role_says(guarded_for_all: FragileEtcd) -> None:
     seen = Seen()
     with trainer(guarded_for_all) as client, Session(client, 60) as session:
         client.put("/job/key", b"", session.lease_id)
@@ -436,7 +436,7 @@ def test_a_user_may_do_what_the_role_says(guarded_for_all: EtcdServer) -> None:
         ({}, "user name is empty"),
     ],
 )
-def test_wrong_logins(guarded_for_all: EtcdServer, login: dict[str, str], why: str) -> None:
+def test_wrong_logins(guarded_for_all: FragileEtcd, login: dict[str, str], why: str) -> None:
     with connect(guarded_for_all.get_endpoint(), **login) as client:
         seen = Seen()
         client.watch(Span("/job/key"), 1, seen)
@@ -447,7 +447,7 @@ def test_wrong_logins(guarded_for_all: EtcdServer, login: dict[str, str], why: s
             assert "swordfish" not in str(caught.value)
 
 
-def test_a_login_that_was_wrong_is_not_repeated_for_ever(guarded_for_all: EtcdServer) -> None:
+def test_a_login_that_was_wrong_is_not_repeated_for_ever(guarded_for_all: FragileEtcd) -> None:
     with connect(guarded_for_all.get_endpoint(), user="trainer", password="wrong") as client:
         seen = Seen()
         client.watch(Span("/job/key"), 1, seen)
@@ -457,7 +457,7 @@ def test_a_login_that_was_wrong_is_not_repeated_for_ever(guarded_for_all: EtcdSe
         )
 
 
-def test_tokens_that_run_out_are_renewed(guarded: EtcdServer) -> None:
+def test_tokens_that_run_out_are_renewed(guarded: FragileEtcd) -> None:
     """Of a client that calls, of one that only watches, and of one that keeps a session."""
     first, second = Seen(), Seen()
     with trainer(guarded) as calling, trainer(guarded) as watching, trainer(guarded) as keeping:
@@ -479,7 +479,7 @@ def test_tokens_that_run_out_are_renewed(guarded: EtcdServer) -> None:
             assert keeping.get("/job/lease").one is not None
 
 
-def test_logins_survive_a_restart(guarded: EtcdServer) -> None:
+def test_logins_survive_a_restart(guarded: FragileEtcd) -> None:
     """The server has forgotten all tokens then."""
     seen = Seen()
     with trainer(guarded) as client, Session(client, 30) as session:
@@ -494,7 +494,7 @@ def test_logins_survive_a_restart(guarded: EtcdServer) -> None:
         assert session.state is not SessionState.LOST
 
 
-def test_users_write_together_also_when_their_token_has_run_out(guarded: EtcdServer) -> None:
+def test_users_write_together_also_when_their_token_has_run_out(guarded: FragileEtcd) -> None:
     with trainer(guarded) as client:
         for attempt in range(1, 4):
             told: queue.SimpleQueue[TxnResult | EtcdError] = queue.SimpleQueue()
@@ -513,7 +513,7 @@ def test_users_write_together_also_when_their_token_has_run_out(guarded: EtcdSer
                 outlive_a_token()
 
 
-def test_many_threads_log_in_once(guarded_for_all: EtcdServer) -> None:
+def test_many_threads_log_in_once(guarded_for_all: FragileEtcd) -> None:
     with trainer(guarded_for_all) as client:
         logins: queue.SimpleQueue[str] = queue.SimpleQueue()
         transport: Any = client._transport
@@ -534,7 +534,7 @@ def test_many_threads_log_in_once(guarded_for_all: EtcdServer) -> None:
 
 def test_a_user_where_authentication_is_off_and_then_switched_on() -> None:
     seen = Seen()
-    with EtcdServer(extra_args=[JSON_GATEWAY]) as server, trainer(server) as client, Session(client, 60) as session:
+    with FragileEtcd(extra_args=[JSON_GATEWAY]) as server, trainer(server) as client, Session(client, 60) as session:
         client.put("/job/key", b"1", session.lease_id)
         client.watch(Span("/job/key"), 1, seen)
         seen.events(1)
@@ -547,7 +547,7 @@ def test_a_user_where_authentication_is_off_and_then_switched_on() -> None:
             assert [event.kv.value for event in each.events(2)] == [b"1", b"2"]
 
 
-def test_a_login_takes_no_longer_than_the_call_may(guarded: EtcdServer) -> None:
+def test_a_login_takes_no_longer_than_the_call_may(guarded: FragileEtcd) -> None:
     with connect(guarded.get_endpoint(), user="trainer", password="swordfish", request_timeout=60) as client:
         guarded.pause()
         threads = [threading.Thread(target=lambda: refused(client)) for _ in range(3)]

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, eventually, freeze
 from victims import KILLED, LONG_TTL, PROGRAM, SHORT_TTL, Victim, a_process, runs
 
 import ftcoord
 from ftcoord.config import Credentials, EtcdConfig, Tls
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import causes_of

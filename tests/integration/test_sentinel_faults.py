@@ -17,11 +17,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, eventually, freeze, open_files, set_alarm
 from victims import KILLED, LONG_TTL, SHORT_TTL, Holder, Victim, a_process, runs, sentinels_of
 
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient

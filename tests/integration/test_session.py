@@ -11,11 +11,11 @@ import time
 import weakref
 
 import pytest
+from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, eventually, freeze, in_fork, python
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError, LeaseLost, ThreadNotStarted
 from ftcoord.etcd.api import Lease

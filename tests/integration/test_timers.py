@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from etcd_cluster import EtcdCluster
 from helpers import eventually, in_fork
 from rdzv_nodes import MakeNodes
 from timed import EtcdTimers, ServerProcess, Worker, workers
@@ -24,7 +25,6 @@ from ftcoord.core import timers as core_timers
 from ftcoord.core.layout import KEY_PREFIX, run_prefix, timer_key, timers_span
 from ftcoord.core.timer_records import Timer, encode, parse_timer
 from ftcoord.core.timers import TimerInfo
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, ConfigError
 from ftcoord.etcd.api import Get, KeyValue

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from accidents import cut_off, settle
+from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, Seen, eventually, own_port
 
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.binary import find_etcd
-from ftcoord.embedded.cluster import EtcdCluster
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdAuthError, EtcdUnavailable, LeaseLost, OutcomeUnknown, Rewound
 from ftcoord.etcd.api import Batch, Began, Delete, Get, Put, Span

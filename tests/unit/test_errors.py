@@ -15,7 +15,7 @@ import pytest
 
 from ftcoord import errors
 from ftcoord.demo.run import DemoError
-from ftcoord.embedded.ports import PortLost
+from ftcoord.embedded.server import PortLost
 from ftcoord.errors import FtcoordError
 from ftcoord.primitives.group.incarnations import Left
 from ftcoord.primitives.group.member_key import MemberLost
