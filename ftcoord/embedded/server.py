@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.config import Credentials, Endpoint, EtcdConfig
+from ftcoord.config import Credentials, EtcdConfig
 from ftcoord.embedded.binary import COMMIT_WHOLE, find_etcd, loses_writes
 from ftcoord.embedded.process import ChildProcess
+from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError, EtcdError, ServerError
 from ftcoord.etcd.release import EMBEDDED_NAMES
 
