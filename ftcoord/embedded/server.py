@@ -279,7 +279,7 @@ class EtcdServer:
             raise _unusable(error) from error
         self._cancel_finalizer()
         self._cancel_finalizer = concurrency.when_forgotten(
-            self, _end, self._child, self._held, bool(self._keeps), stage=concurrency.Stage.SERVERS
+            self, _end, self._child, self._held, bool(self._keeps), last=True
         )
 
     def _wait_ready(self, timeout: float) -> None:

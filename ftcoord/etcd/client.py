@@ -84,9 +84,7 @@ class EtcdClient(KeyCalls, Closing):
         self.config = EtcdConfig.of(etcd)
         self._transport = Transport(self.config)
         self._watches = WatchHub(self._transport)
-        self._cancel_finalizer = concurrency.when_forgotten(
-            self, _close, self._transport, self._watches, stage=concurrency.Stage.CLIENTS
-        )
+        self._cancel_finalizer = concurrency.when_forgotten(self, _close, self._transport, self._watches, last=True)
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
         """Read a span of keys, linearizably, within `timeout` seconds.
