@@ -9,7 +9,6 @@ from ftcoord.core.layout import (
     Span,
     decided_key,
     heartbeats_span,
-    is_member_key,
     members_span,
     quorum_prefix,
     recipe_spans,
@@ -18,7 +17,7 @@ from ftcoord.core.layout import (
     spans_but_history,
     timers_span,
 )
-from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, RangeResult
+from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, is_member
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.operator.leftovers import JobRemains
 from ftcoord.operator.listing import job_ids
@@ -39,10 +38,11 @@ def _remains_of(key_prefix: str, job: str, then: SnapshotReader) -> JobRemains:
     decided = then.range(Get(Span(decided_key(prefix)))).one
     has_quorum = then.range(Get(Span(decided_key(quorum)), count_only=True)).count > 0
     keys = sum(found.count for found in then.ranges(Get(one, count_only=True) for one in spans_but_history(prefix)))
-    counted = (members_span(prefix), members_span(quorum), timers_span(prefix), heartbeats_span(prefix))
+    counted = (timers_span(prefix), heartbeats_span(prefix))
     live = sum(found.count for found in then.ranges(Get(span, count_only=True) for span in counted))
-    recipes = (Get(span, keys_only=True) for span in recipe_spans(prefix))
-    live += sum(_members_in(found) for found in then.ranges(recipes))
+    groups = (members_span(prefix), members_span(quorum), *recipe_spans(prefix))
+    found = then.ranges(Get(span, keys_only=True) for span in groups)
+    live += sum(is_member(kv) for one in found for kv in one.kvs)
     return JobRemains(job, then.revision, decided, has_quorum, live, keys)
 
 
@@ -57,7 +57,3 @@ def remove(etcd: EtcdCalls, key_prefix: str, remains: JobRemains, by: str) -> bo
     unchanged = Compare(span.start, "mod", "<", remains.revision + 1, span.end)
     told = ordered(etcd, prefix, f"its keys were deleted by {by}: {remains.keys} of them", "", by)
     return etcd.txn([unchanged], [*(Delete(part) for part in spans_but_history(prefix)), *told]).succeeded
-
-
-def _members_in(found: RangeResult) -> int:
-    return sum(is_member_key(kv.key) for kv in found.kvs)
