@@ -124,7 +124,8 @@ def part(key: str, raw: Raw, name: str) -> Raw:
 def check_step(key: str, number: int, known: int, step: int) -> None:
     """Raises StateError for a number so far above the highest `known` one that nobody has counted to it since."""
     if number > known + step:
-        raise StateError(key, f"has the number {number}, which nobody has counted to: the highest known one is {known}")
+        problem = f"has the number {number}, which nobody has counted to: the highest known one is {known}"
+        raise StateError(key, f"{problem}; delete it, and all decide anew" if step == LARGEST_DECIDED_STEP else problem)
 
 
 def json_problem(text: str) -> str:

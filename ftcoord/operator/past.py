@@ -13,6 +13,7 @@ from ftcoord.core.round_history import counted
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.told import (
     FORMAT,
+    UNCOUNTED,
     Explanation,
     JobHistory,
     JobLine,
@@ -221,7 +222,7 @@ def _do_now(status: JobStatus) -> str:
         return ""
     if rounds.state == "unreadable":
         return "See what lies in the keys that `ftcoord status` calls unreadable."
-    missing = rounds.min_nodes - sum(one.standing != "refused" for one in rounds.members)
+    missing = rounds.min_nodes - sum(one.standing not in UNCOUNTED for one in rounds.members)
     if missing > 0:
         return (
             f"Start {missing} more {'node' if missing == 1 else 'nodes'} with the same --rdzv-id and --rdzv-endpoint."

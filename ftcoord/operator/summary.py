@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from ftcoord.etcd.api import EtcdCalls
 from ftcoord.operator.listing import job_ids
 from ftcoord.operator.past import tell_ended
 from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.status import Rules, tell_job
-from ftcoord.operator.told import FORMAT, JobLine, JobList, JobStatus, QuorumStatus, RoundsStatus
-
-NO_LONGER: Final = ("refused", "replaced")
-"""The standings of members that no decider counts."""
+from ftcoord.operator.told import FORMAT, UNCOUNTED, JobLine, JobList, JobStatus, QuorumStatus, RoundsStatus
 
 
 def read_jobs(etcd: EtcdCalls, key_prefix: str) -> JobList:
@@ -42,7 +37,7 @@ def tell_line(status: JobStatus) -> JobLine:
         rounds.size if rounds else None,
         quorum.id if quorum else None,
         quorum.size if quorum else None,
-        sum(standing not in NO_LONGER for standing in members),
+        sum(standing not in UNCOUNTED for standing in members),
         note,
     )
 

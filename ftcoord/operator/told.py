@@ -13,6 +13,9 @@ from ftcoord.core.event_records import WorkerFailure
 FORMAT: Final = 1
 """The version of the format, in each document."""
 
+UNCOUNTED: Final = frozenset({"refused", "replaced", "leaving", "draining"})
+"""The standings of members that live, and that no decider counts for the next round or quorum."""
+
 Decision: TypeAlias = Literal["wait", "publish", "withheld"]
 
 
