@@ -75,8 +75,10 @@ def key_path(key: str, value: object) -> str:
 
 def full_text(key: str, value: object, allowed: str = "give a text that is not empty") -> str:
     """A parser for ids and names, which are taken as they are, including white space. Raises ConfigError."""
-    if not isinstance(value, str) or not value.strip() or not _is_utf8(value):
+    if not isinstance(value, str) or not value.strip():
         raise ConfigError(key, redacted(value), allowed)
+    if not _is_utf8(value):
+        raise ConfigError(key, redacted(value), "it is not UTF-8; in a locale without it set PYTHONUTF8=1")
     return value
 
 
