@@ -174,6 +174,10 @@ class Tls:
     key: str | None = None
     server_name: str | None = None
 
+    def name_at(self, host: str) -> str:
+        """The name that the certificate of a server at this host must carry: none has the dot that ends a DNS name."""
+        return (self.server_name or host).rstrip(".")
+
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
