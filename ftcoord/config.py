@@ -151,8 +151,9 @@ def _number(value: object) -> int | float | None:
 def listen_address(key: str, value: object) -> tuple[str, int]:
     """Where to listen; port 0 takes a free one. Raises ConfigError."""
     host, _, port = text(key, value).rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(key, value, "write it as 127.0.0.1:29510 or [::]:29510")
+    name, _, _ = (host[1:-1] if host.startswith("[") and host.endswith("]") else host).partition("%")
+    if parse_host(name) is None or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+        raise ConfigError(key, redacted(value), "write it as 127.0.0.1:29510 or [::]:29510")
     return host, int(port)
 
 
