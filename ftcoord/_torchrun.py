@@ -28,15 +28,15 @@ def get_dynamic_handler() -> Any:
 
 
 def _create(params: Any) -> Any:
-    from ftcoord.rendezvous.create import check_log_folder, create_handler
+    from ftcoord.rendezvous.create import check_for_torch, create_handler
 
-    check_log_folder(params)
+    check_for_torch(params)
     return create_handler(params)
 
 
 def _create_dynamic(params: Any) -> Any:
     from ftcoord.rendezvous.backend import create_dynamic_handler
-    from ftcoord.rendezvous.create import check_log_folder
+    from ftcoord.rendezvous.create import check_for_torch
 
-    check_log_folder(params)
+    check_for_torch(params)
     return create_dynamic_handler(params)

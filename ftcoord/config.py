@@ -75,8 +75,10 @@ def key_path(key: str, value: object) -> str:
 
 def full_text(key: str, value: object, allowed: str = "give a text that is not empty") -> str:
     """A parser for ids and names, which are taken as they are, including white space. Raises ConfigError."""
-    if not isinstance(value, str) or not value.strip() or not _is_utf8(value):
+    if not isinstance(value, str) or not value.strip():
         raise ConfigError(key, redacted(value), allowed)
+    if not _is_utf8(value):
+        raise ConfigError(key, redacted(value), "it is not UTF-8; in a locale without it set PYTHONUTF8=1")
     return value
 
 
@@ -149,8 +151,9 @@ def _number(value: object) -> int | float | None:
 def listen_address(key: str, value: object) -> tuple[str, int]:
     """Where to listen; port 0 takes a free one. Raises ConfigError."""
     host, _, port = text(key, value).rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(key, value, "write it as 127.0.0.1:29510 or [::]:29510")
+    name, _, _ = (host[1:-1] if host.startswith("[") and host.endswith("]") else host).partition("%")
+    if parse_host(name) is None or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+        raise ConfigError(key, redacted(value), "write it as 127.0.0.1:29510 or [::]:29510")
     return host, int(port)
 
 
@@ -171,6 +174,10 @@ class Tls:
     cert: str | None = None
     key: str | None = None
     server_name: str | None = None
+
+    def name_at(self, host: str) -> str:
+        """The name that the certificate of a server at this host must carry: none has the dot that ends a DNS name."""
+        return (self.server_name or host).rstrip(".")
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
 
 def _encrypted(plain: socket.socket, endpoint: Endpoint, tls: Tls) -> socket.socket:
     try:
-        return tls_context(tls).wrap_socket(plain, server_hostname=tls.server_name or endpoint.host)
+        return tls_context(tls).wrap_socket(plain, server_hostname=tls.name_at(endpoint.host))
     except OSError:
         plain.close()
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -53,11 +54,17 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return handler
 
 
-def check_log_folder(params: RendezvousParameters) -> None:
-    """Raises ConfigError for an id that torch's agent cannot use, after which it names its log folder.
+def check_for_torch(params: RendezvousParameters) -> None:
+    """Raises ConfigError for an id, or a name of this host, that torch's agent cannot use. It names its log folder
+    after the id, and looks up the name.
 
-    For an agent that torch starts: it would end with a FileNotFoundError, after it has joined.
+    For an agent that torch starts: it would end with another exception, after it has joined.
     """
+    try:
+        socket.getfqdn()
+    except UnicodeError as error:
+        allowed = f"torch cannot look it up ({error}): its parts must have 1 to 63 ASCII characters (`hostname NAME`)"
+        raise ConfigError("host name", socket.gethostname(), allowed) from None
     run_id = params.run_id
     if isinstance(run_id, str) and ("/" in run_id or len(os.fsencode(run_id)) > LONGEST_FOLDER):
         allowed = f"torch names a log folder after it: give an id without '/', of at most {LONGEST_FOLDER} bytes"

@@ -32,10 +32,10 @@ def install_legacy_names() -> None:
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
-    from ftcoord.rendezvous.create import check_log_folder, create_handler, with_conf
+    from ftcoord.rendezvous.create import check_for_torch, create_handler, with_conf
 
     show_log_lines()
-    check_log_folder(params)
+    check_for_torch(params)
     log.warning("--rdzv-backend=%s runs on ftcoord's etcd-v3, through etcd's v3 API", params.backend)
     foreign = [key for key in params.config if not is_known(key)]
     if foreign:  # without their values: they may be secrets

@@ -36,6 +36,7 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.metrics import http
 from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls, collect_process
 from ftcoord.metrics.http import CONNECTION_TIMEOUT, MOST_SCRAPERS, MOST_THREADS
+from ftcoord.operator.member_http import read_numbers
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2
@@ -157,12 +158,25 @@ def test_https_without_a_ca_trusts_what_the_system_trusts(
         assert client.put(prefix, b"").succeeded
 
 
+@pytest.mark.parametrize("name", ["etcd.example", "Etcd.Example", "etcd.example."])
 def test_the_server_name_stands_in_for_the_host(
-    secure: SecureServer, authority: Authority, node: Issued, prefix: str
+    secure: SecureServer, authority: Authority, node: Issued, prefix: str, name: str
 ) -> None:
     tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
-    with connect(url(secure, host=LOOPBACK), **tls, server_name="etcd.example") as client:
+    with connect(url(secure, host=LOOPBACK), **tls, server_name=name) as client:
         assert client.put(prefix, b"").succeeded
+
+
+def test_a_certificate_has_the_name_of_a_host_without_its_last_dot(
+    secure: SecureServer, authority: Authority, node: Issued, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the dot no search list is tried, as in Kubernetes for each name otherwise."""
+    real, tls = socket.getaddrinfo, {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *how, **more: real(host.rstrip("."), *how, **more))
+    config = EtcdConfig.load(url(secure, host="localhost."), env={}, **tls)
+    with EtcdClient(config) as client:
+        assert client.put(prefix, b"").succeeded
+    assert read_numbers(config.endpoints[0], config.tls, DEADLINE) is not None
 
 
 WANTED = "it wants a client certificate that it trusts: set FTCOORD_CERT and FTCOORD_KEY"

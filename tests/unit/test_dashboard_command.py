@@ -39,7 +39,7 @@ def test_two_tokens_and_an_empty_file_are_refused(tmp_path: Path) -> None:
         token_of({"FTCOORD_DASHBOARD_TOKEN": TOKEN, "FTCOORD_DASHBOARD_TOKEN_FILE": str(path)})
 
 
-@pytest.mark.parametrize("listen", ["29511", "here:", "here:70000", "here:x"])
+@pytest.mark.parametrize("listen", ["29511", "here:", "here:70000", "here:x", "http://127.0.0.1:0"])
 def test_an_address_that_is_none_is_refused(listen: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["dashboard", "--endpoints", "127.0.0.1:1", "--listen", listen]) == 2
     assert "write it as" in capsys.readouterr().err

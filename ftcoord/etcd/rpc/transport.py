@@ -82,7 +82,7 @@ class Member:
             self.channel = grpc.insecure_channel(address.target, options)
             return
         if tls.server_name or address.is_looked_up:
-            options += (("grpc.ssl_target_name_override", tls.server_name or address.endpoint.host),)
+            options += (("grpc.ssl_target_name_override", tls.name_at(address.endpoint.host)),)
         self.channel = grpc.secure_channel(address.target, credentials, options)
 
     def unary(self, method: messages.Method) -> Callable[..., Any]:
