@@ -109,7 +109,7 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
         return _judge_closed(previous, poll, options, now)
     if lost > (previous or NO_ROUND).number and (verdict := _judge_lost(lost, poll, options, now)):
         return verdict
-    if previous is not None and previous.seats and not previous.recalled:
+    if previous is not None and previous.seats and not (previous.recalled or previous.closed):
         return _judge_running(previous, poll, options, now)
     return form(poll, options, now)
 

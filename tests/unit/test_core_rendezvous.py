@@ -362,6 +362,11 @@ def test_only_those_that_have_seen_the_end_go_on_from_it() -> None:
     assert waits(judge([asks("C", reopens=4), asks("D", reopens=4)], REOPENED, (3, 3)), None)
 
 
+def test_an_end_that_its_nodes_have_left_behind_is_not_recalled() -> None:
+    """etcd was restored to it: the nodes run on in the round that went on from it."""
+    assert waits(judge([asks(name, seated=5, reopens=4) for name in "CD"], REOPENED, (2, 2), changed_at=AGO), None)
+
+
 @pytest.mark.parametrize(
     ("outcome", "restart", "goes_on"),
     [
