@@ -39,7 +39,8 @@ USER: Final = "root"
 """The user of an etcd with a login."""
 LEFT_AFTER: Final = 60.0
 """Seconds after which temporary data that no process holds is left over: it was not just made."""
-_TEMPORARY: Final = "ftcoord-etcd-"
+_TEMPORARY: Final = "ftcoord-server-"
+"""What the names of temporary folders begin with. Whoever makes one locks it: a free lock means that nobody uses it."""
 _LOG_LINES: Final = 12
 _PASSWORD_FILE: Final = "password"
 _CHEAP_HASH: Final = "--bcrypt-cost=4"
