@@ -100,18 +100,17 @@ class Member(FragileEtcd):
     """One member of an `EtcdCluster`."""
 
     def __init__(self, name: str, extra_args: Sequence[str]) -> None:
-        super().__init__(extra_args=extra_args)
-        self._name = f"{EMBEDDED_NAMES}{name}"
-        self.cluster = ""
-        """What all members have as ``--initial-cluster``."""
+        super().__init__()
+        self._given, self._member_name = tuple(extra_args), f"{EMBEDDED_NAMES}{name}"
 
     def prepare(self) -> str:
         """Reserve its ports. Returns its part of ``--initial-cluster``."""
         self._prepare()
-        return super()._initial_cluster()
+        return f"{self._member_name}={self._peer_url()}"
 
     def launch(self, cluster: str) -> None:
-        self.cluster = cluster
+        """Start it as a member of the cluster that all `prepare` made together. Does not wait until it serves."""
+        self._extra_args = (f"--name={self._member_name}", f"--initial-cluster={cluster}", *self._given)
         self._launch()
 
     def get_host(self) -> str:
@@ -119,9 +118,6 @@ class Member(FragileEtcd):
 
     def wait_ready(self, timeout: float) -> None:
         self._wait_ready(timeout)
-
-    def _initial_cluster(self) -> str:
-        return self.cluster
 
 
 class EtcdCluster:

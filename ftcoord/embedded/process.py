@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import IO, Any, Final
 
 from ftcoord import concurrency
-from ftcoord.errors import ServerError
 from ftcoord.fork import OwnerProcess
 
 TERM_GRACE: Final = 2.0
@@ -46,73 +47,57 @@ class ChildProcess:
         command: an absolute path and its arguments.
         output: where its standard output and error go: a file or descriptor.
         environment: its environment variables.
-        keeps: descriptors that it keeps open.
 
     Raises OSError and ThreadNotStarted. A command that cannot be executed ends with exit code 1, and says so in its
     output.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        output: int | IO[Any],
-        environment: Mapping[str, str],
-        keeps: Sequence[int] = (),
-    ) -> None:
-        if not sys.executable:
-            raise ServerError("cannot start etcd without a Python interpreter: set sys.executable to the path of one")
+    def __init__(self, command: Sequence[str], *, output: int | IO[Any], environment: Mapping[str, str]) -> None:
         self.owner = OwnerProcess("this etcd belongs to the parent process")
-        self._command = [sys.executable, "-I", "-S", "-c", _EXEC, str(self.owner.pid), *command]
-        self._output, self._environment, self._keeps = output, environment, keeps
-        self._process: subprocess.Popen[bytes] | None = None
-        self._problem: OSError | None = None
-        self._started, self._ended = concurrency.event(), concurrency.event()
-        self._thread = concurrency.thread(self._run, "ftcoord-etcd")
-        self._thread.start()
-        self._started.wait()
-        if self._problem is not None:
-            raise self._problem
-
-    @property
-    def pid(self) -> int | None:
-        """Its pid; None if it has ended."""
-        return self._process.pid if self._process is not None and self.exit_code is None else None
+        self._ended = concurrency.event()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        concurrency.thread(self._run, "ftcoord-etcd", started, command, output, environment).start()
+        self._process = started.result()
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs (or is stopped by a signal), else its exit code; negative for a signal."""
-        return self._process.returncode if self._process is not None and self._ended.is_set() else None
+        return self._process.returncode if self._ended.is_set() else None
+
+    @property
+    def pid(self) -> int | None:
+        """Its pid; None if it has ended."""
+        return None if self._ended.is_set() else self._process.pid
 
     def close(self, *, kill: bool = False) -> None:
-        """End it with SIGTERM and then SIGKILL, or with SIGKILL at once, and wait until it is gone. Idempotent; does
-        nothing in a forked child."""
-        if not self.owner.is_current or self._process is None:
-            return
+        """End it with SIGTERM and then SIGKILL, or with SIGKILL at once, and wait until it is gone. Idempotent."""
         if not kill:
             self._process.terminate()
-            self._process.send_signal(signal.SIGCONT)
+            self._process.send_signal(signal.SIGCONT)  # one that is stopped
             self._ended.wait(TERM_GRACE)
         self._process.kill()  # does nothing if it has ended
         self._ended.wait()
 
-    def _run(self) -> None:
+    def _run(
+        self,
+        started: Future[subprocess.Popen[bytes]],
+        command: Sequence[str],
+        output: int | IO[Any],
+        environment: Mapping[str, str],
+    ) -> None:
         try:
-            # In a session of its own: Ctrl-C in a terminal is for this process, which then ends its children.
-            self._process = subprocess.Popen(
-                self._command,
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                env=self._environment,
-                pass_fds=self._keeps,
+                stdout=output,
+                stderr=output,
                 cwd="/",
-                start_new_session=True,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in a terminal is for this process, which then ends its children
             )
         except OSError as error:
-            self._problem = error
+            started.set_exception(error)
             return
-        finally:
-            self._started.set()
-        self._process.wait()
+        started.set_result(process)
+        process.wait()
         self._ended.set()

@@ -7,7 +7,6 @@ import fcntl
 import glob
 import http.client
 import ipaddress
-import json
 import logging
 import os
 import secrets
@@ -16,7 +15,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 from ftcoord import concurrency
@@ -40,7 +40,8 @@ USER: Final = "root"
 """The user of an etcd with a login."""
 LEFT_AFTER: Final = 60.0
 """Seconds after which temporary data that no process holds is left over: it was not just made."""
-_TEMPORARY: Final = "ftcoord-etcd-"
+_TEMPORARY: Final = "ftcoord-server-"
+"""What the names of temporary folders begin with. Whoever makes one locks it: a free lock means that nobody uses it."""
 _LOG_LINES: Final = 12
 _PASSWORD_FILE: Final = "password"
 _CHEAP_HASH: Final = "--bcrypt-cost=4"
@@ -96,18 +97,15 @@ class EtcdServer:
             raise ConfigError("port", port, "a port number, or 0 for any free one")
         if isinstance(extra_args, str):
             raise ConfigError("extra_args", extra_args, "a list of flags, such as ['--quota-backend-bytes=16777216']")
-        self._name, self._host, self._wanted_port = f"{EMBEDDED_NAMES}default", _listen_address(host), port
+        self._host, self._wanted_port = _listen_address(host), port
         self._data_dir = None if data_dir is None else os.path.abspath(data_dir)
         self._wanted_log = None if log_path is None else os.path.abspath(log_path)
         self._extra_args, self._login = tuple(extra_args), login
-        self._client_port: ReservedPort | None = None
-        self._peer_port: ReservedPort | None = None
+        self._ports: tuple[ReservedPort, ReservedPort] | None = None
+        """For clients, and for peers: of those there are none, but etcd listens."""
         self._child: ChildProcess | None = None
-        self._cancel_finalizer: Callable[[], None] = lambda: None
         self._held = contextlib.ExitStack()
-        """What `stop` gives back: ports, temporary data."""
-        self._keeps: tuple[int, ...] = ()
-        """The lock of the temporary data, which etcd keeps too."""
+        """What `stop` ends, removes and gives back."""
         self._data = self._log = ""
         self._password = ""  # of the data: there is one too if its login is to be switched off
         self._output: int | IO[Any] | None = None
@@ -151,13 +149,9 @@ class EtcdServer:
 
     def stop(self) -> None:
         """End etcd and remove its temporary data. Idempotent; does nothing in a forked child."""
-        if self._child is not None and not self._child.owner.is_current:
-            return
-        if self._child is not None:
-            self._cancel_finalizer()
-            _end(self._child, self._held, bool(self._keeps))
+        if self._child is None or self._child.owner.is_current:
+            self._held.close()
             self._child = None
-        self._held.close()
 
     def restart(self, timeout: float = 60) -> None:
         """Start etcd again on the same port with the same data, and wait up to `timeout` seconds until it serves. A
@@ -180,9 +174,9 @@ class EtcdServer:
 
     def get_port(self) -> int:
         """The client port; it does not change between `start` and `stop`."""
-        if self._client_port is None:
+        if self._ports is None:
             raise ServerError("etcd has no port yet: call start() first")
-        return self._client_port.number
+        return self._ports[0].number
 
     def get_endpoint(self) -> str:
         """``host:port`` for clients."""
@@ -200,7 +194,9 @@ class EtcdServer:
 
     def config(self, request_timeout: float = 5.0) -> EtcdConfig:
         """How clients reach it: its endpoint, and its login if it has one."""
-        return self._config(self._login, request_timeout)
+        user = Credentials(USER, self._password) if self._login else None
+        endpoint = Endpoint(self.get_host(), self.get_port())
+        return EtcdConfig((endpoint,), credentials=user, request_timeout=request_timeout)
 
     def password_file(self) -> str:
         """The path of the file with the login's password; empty without a login."""
@@ -224,11 +220,17 @@ class EtcdServer:
         Args:
             timeout: seconds for each of the two requests that this may take.
         """
-        answer = self._ask("/health", timeout)
-        if answer is not None and answer[0] == http.client.SERVICE_UNAVAILABLE:
-            # Not asked first: the exclusion makes etcd log a warning whenever it is not out of space.
-            answer = self._ask("/health?exclude=NOSPACE", timeout)
-        return answer is not None and isinstance(answer[1], dict) and str(answer[1].get("health")) == "true"
+        if self._child is None:
+            return False
+        # The exclusion is not asked first: it makes etcd log a warning whenever it is not out of space.
+        for path in ("/health", "/health?exclude=NOSPACE"):
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection(self.get_host(), self.get_port(), timeout=timeout)
+                with contextlib.closing(connection):
+                    connection.request("GET", path)
+                    if connection.getresponse().status == http.client.OK:
+                        return True
+        return False
 
     def __enter__(self: _Self) -> _Self:
         self.start()
@@ -240,28 +242,25 @@ class EtcdServer:
     # -- its process ------------------------------------------------------------------------------------------------
 
     def _prepare(self, stderr: int | IO[Any] | None = None) -> None:
-        """Reserve the ports, and make what etcd needs on disk. What is made is held until `stop`."""
-        self._client_port = ReservedPort(self._host, self._wanted_port)
-        self._held.callback(self._client_port.release)
-        self._peer_port = ReservedPort(LOOPBACK)
-        self._held.callback(self._peer_port.release)
+        """Reserve the ports, and make what etcd needs on disk."""
+        self._held.callback(concurrency.when_forgotten(self, self._held.close, last=True))
+        self._ports = ReservedPort(self._host, self._wanted_port), ReservedPort(LOOPBACK)
+        for port in self._ports:
+            self._held.callback(port.release)
         try:
-            folder, self._keeps = self._data_dir, ()
-            if folder is None:
-                folder, lock = _temporary_folder(self._held)
-                self._keeps = (lock,)
+            folder = self._data_dir or _temporary_folder(self._held)
             self._data = self._data_dir or os.path.join(folder, "data")
             os.makedirs(self._data, mode=0o700, exist_ok=True)
             self._password = _password_in(self._data, create=self._login)
-            self._log, self._output = self._wanted_log or os.path.join(folder, "etcd.log"), stderr
         except OSError as error:
             raise _unusable(error) from error
+        self._log, self._output = self._wanted_log or os.path.join(folder, "etcd.log"), stderr
 
     def _launch(self) -> None:
         """Start etcd, after `_prepare`. Does not wait until it serves."""
         binary = find_etcd()
-        for port in (self._client_port, self._peer_port):
-            assert port is not None
+        command = [binary, *(COMMIT_WHOLE if loses_writes(binary) else ()), *self._arguments()]
+        for port in self._ports or ():
             port.hand_over()
         try:
             with contextlib.ExitStack() as files:
@@ -269,18 +268,11 @@ class EtcdServer:
                 if output is None:
                     output = files.enter_context(open(self._log, "ab"))
                     self._log_start = output.tell()
-                self._child = ChildProcess(
-                    [binary, *(COMMIT_WHOLE if loses_writes(binary) else ()), *self._arguments()],
-                    output=output,
-                    environment=_environment(),
-                    keeps=self._keeps,
-                )
+                self._child = ChildProcess(command, output=output, environment=_environment())
         except OSError as error:
             raise _unusable(error) from error
-        self._cancel_finalizer()
-        self._cancel_finalizer = concurrency.when_forgotten(
-            self, _end, self._child, self._held, bool(self._keeps), last=True
-        )
+        # Nobody will read temporary data again: no need to be polite.
+        self._held.callback(self._child.close, kill=self._data_dir is None)
 
     def _wait_ready(self, timeout: float) -> None:
         """Wait until etcd serves, and requires a login or none, as was asked for. Raises PortLost, ServerError."""
@@ -294,12 +286,13 @@ class EtcdServer:
             concurrency.sleep(POLL_INTERVAL)
         if self._password:
             try:
-                set_login(self._config(True, max(1.0, deadline - concurrency.now())), self._login)
+                config = self.config(max(1.0, deadline - concurrency.now()))
+                set_login(replace(config, credentials=Credentials(USER, self._password)), self._login)
             except EtcdError as error:
-                todo = (
-                    "choose another data_dir, or leave its users as they are: start it without a login (`--no-login`)"
-                )
-                raise ServerError(f"cannot set the login of the etcd in {self._data}: {error}; {todo}") from None
+                raise ServerError(
+                    f"cannot set the login of the etcd in {self._data}: {error}; choose another data_dir, or leave its"
+                    " users as they are: start it without a login (`--no-login`)"
+                ) from None
 
     def _started(self) -> ChildProcess:
         if self._child is None:
@@ -307,17 +300,9 @@ class EtcdServer:
         self._child.owner.check()
         return self._child
 
-    def _config(self, login: bool, request_timeout: float) -> EtcdConfig:
-        user = Credentials(USER, self._password) if login else None
-        endpoint = Endpoint(self.get_host(), self.get_port())
-        return EtcdConfig((endpoint,), credentials=user, request_timeout=request_timeout)
-
     def _peer_url(self) -> str:
-        assert self._peer_port is not None
-        return f"http://{LOOPBACK}:{self._peer_port.number}"
-
-    def _initial_cluster(self) -> str:
-        return f"{self._name}={self._peer_url()}"
+        assert self._ports is not None
+        return f"http://{LOOPBACK}:{self._ports[1].number}"
 
     def _arguments(self) -> list[str]:
         """etcd's flags: only those that every version from 3.4 on has.
@@ -329,34 +314,19 @@ class EtcdServer:
         return [
             f"--host-whitelist={','.join(hosts)}",
             "--enable-grpc-gateway=false",
-            f"--name={self._name}",
+            f"--name={EMBEDDED_NAMES}default",
             f"--data-dir={self._data}",
             f"--listen-client-urls=http://{Endpoint(self._host, self.get_port()).target}",
             f"--advertise-client-urls=http://{self.get_endpoint()}",
             f"--listen-peer-urls={self._peer_url()}",
             f"--initial-advertise-peer-urls={self._peer_url()}",
-            f"--initial-cluster={self._initial_cluster()}",
+            f"--initial-cluster={EMBEDDED_NAMES}default={self._peer_url()}",
             "--logger=zap",
             "--log-level=warn",
             "--log-outputs=stderr",
             *([_CHEAP_HASH] if self._login else ()),
             *self._extra_args,
         ]
-
-    def _ask(self, path: str, timeout: float) -> tuple[int, Any] | None:
-        """The status and JSON of etcd's answer to a GET; None without an answer."""
-        if self._client_port is None:
-            return None
-        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self._host, self._host)
-        connection = http.client.HTTPConnection(host, self.get_port(), timeout=timeout)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        except (OSError, http.client.HTTPException, ValueError):
-            return None
-        finally:
-            connection.close()
 
     def _startup_error(self, problem: str) -> ServerError:
         """The error, with etcd's log since its last launch."""
@@ -370,11 +340,6 @@ class EtcdServer:
         text = "\n  ".join(lines) or "(empty)"
         kind = PortLost if "address already in use" in text else ServerError
         return kind(f"{problem} on {self.get_endpoint()}; correct what its log says and try again. The log:\n  {text}")
-
-
-def _end(child: ChildProcess, held: contextlib.ExitStack, is_temporary: bool) -> None:
-    child.close(kill=is_temporary)  # nobody will read such data again: no need to be polite
-    held.close()
 
 
 def set_login(config: EtcdConfig, wanted: bool) -> None:
@@ -450,8 +415,8 @@ def _listen_address(host: str) -> str:
         raise ConfigError("host", host, "an IP address of this machine, such as 127.0.0.1") from None
 
 
-def _temporary_folder(held: contextlib.ExitStack) -> tuple[str, int]:
-    """A new folder, and a descriptor that locks it as long as a process has it open. `held` gives both back.
+def _temporary_folder(held: contextlib.ExitStack) -> str:
+    """A new folder, which this process locks while it has it. `held` removes it.
 
     Where a process was killed, nobody removes its folder: this does, for all whose lock is free.
     """
@@ -463,8 +428,8 @@ def _temporary_folder(held: contextlib.ExitStack) -> tuple[str, int]:
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     held.callback(os.close, lock)
     with contextlib.suppress(OSError):  # a file system without locks: then nobody finds it free, either
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return folder, lock
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder
 
 
 def _remove_left(folder: str) -> None:
