@@ -725,7 +725,7 @@ def write(client: Etcd, log: EventLog, events: Sequence[HistoryEvent], value: by
     now = client.range(Get(Span("/g/decided"))).one
 
     def once(more: Sequence[Op]) -> WriteOutcome:
-        return write_once(client, Put("/g/decided", value), now.mod_revision if now else 0, also=more)
+        return write_once(client, Put("/g/decided", value), now, also=more)
 
     return log.send(log.writes(events, now.mod_revision if now else 0), events, once)
 
@@ -795,7 +795,7 @@ def test_a_decision_of_somebody_else_leaves_no_event(client: MemoryClient) -> No
     stale = log.send(
         log.writes([happened(1)], 0),
         [happened(1)],
-        lambda more: write_once(client, Put("/g/decided", b"x"), 0, also=more),
+        lambda more: write_once(client, Put("/g/decided", b"x"), None, also=more),
     )
     assert not stale.done
     assert write(client, log, [happened(2)], b"2").done
@@ -889,7 +889,7 @@ def test_a_decision_that_fills_a_transaction_is_made_without_its_history(client:
     puts = [(f"/g/more/{at}", b"") for at in range(MOST_OPERATIONS - 10)]
     (only,) = decided_by(client, log, Publish(b"1", "it is large", puts=puts, events=events))
     assert not keys_of(client)
-    assert len(only) == len(puts) + 2
+    assert len(only) == len(puts) + 1
     (second,) = decided_by(client, log, Publish(b"2", "it is small", events=[happened(16)]))
     assert numbers_in(client) == list(range(17)), "it is told with the next one"
     assert len(second) == 19

@@ -16,7 +16,7 @@ from ftcoord.primitives.group.beside import batches, fits
 from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.group.record_lease import RecordLease
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.primitives.write_once import WriteOutcome, write_attempt_timeout, write_once, write_timeout
+from ftcoord.primitives.write_once import WriteOutcome, after_put, write_attempt_timeout, write_once, write_timeout
 
 Listener: TypeAlias = Callable[[KeyValue | None, KeyValue | None], None]
 
@@ -131,7 +131,7 @@ class DecidedRecord:
         beside = [Put(key, value, lease) for key, value in decision.beside]
         history = self._history.writes(decision.events, self.mirror.revision) if self._history else []
         sized = [record, *puts, *(op for op in history if isinstance(op, Put))]
-        operations = 1 + len(also) + len(history) + 1  # the record, and the read of it
+        operations = 1 + len(also) + len(history)
         if beside and not fits(operations + len(beside), [*sized, *beside]):
             refused = self._write_before(
                 beside, [unchanged(record.key, current.mod_revision if current else 0), *guards]
@@ -143,10 +143,9 @@ class DecidedRecord:
             guards, beside = [*guards, exists(beside[0].key)], []
         if not fits(operations, sized):
             history = []
-        expected = current.mod_revision if current else 0
 
         def write(more: Sequence[Op]) -> WriteOutcome:
-            return write_once(self._etcd, record, expected, guards=guards, also=[*also, *beside, *more])
+            return write_once(self._etcd, record, current, guards=guards, also=[*also, *beside, *more])
 
         outcome = self._history.send(history, decision.events, write) if self._history else write(())
         self._learn(outcome, puts)
@@ -237,14 +236,7 @@ class DecidedRecord:
             return
         if kv is not None:
             mine = [put for put in puts if put.key in self.mirror.span]
-            self.mirror.learn(kv, *(_written(put, self.mirror.kvs.get(put.key), kv.mod_revision) for put in mine))
+            self.mirror.learn(kv, *(after_put(put, self.mirror.kvs.get(put.key), kv.mod_revision) for put in mine))
             self.tell()
         if self.mirror.one != kv:  # etcd has lost what the mirror has: read again
             self.mirror.doubt()
-
-
-def _written(put: Put, before: KeyValue | None, revision: int) -> KeyValue:
-    """The key after a put that was guarded by its state before."""
-    if before is None:
-        return KeyValue(put.key, put.value, revision, revision, 1, put.lease)
-    return before._replace(value=put.value, mod_revision=revision, version=before.version + 1, lease=put.lease)
