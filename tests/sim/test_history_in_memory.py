@@ -892,7 +892,7 @@ def test_a_decision_that_fills_a_transaction_is_made_without_its_history(client:
     assert len(only) == len(puts) + 1
     (second,) = decided_by(client, log, Publish(b"2", "it is small", events=[happened(16)]))
     assert numbers_in(client) == list(range(17)), "it is told with the next one"
-    assert len(second) == 19
+    assert len(second) == 18
 
 
 def test_what_lies_beside_a_record_goes_before_where_history_takes_its_place(client: MemoryClient) -> None:
