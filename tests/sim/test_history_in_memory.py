@@ -45,8 +45,7 @@ from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.remains import remains_of_all, remove
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import Explanation
-from ftcoord.primitives.group.beside import MOST_OPERATIONS
-from ftcoord.primitives.group.decided_record import DecidedRecord
+from ftcoord.primitives.group.decided_record import MOST_OPERATIONS, DecidedRecord
 from ftcoord.primitives.group.event_log import OFF, EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 from ftcoord.rendezvous.policy import LEASE_GRACE
