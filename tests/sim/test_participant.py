@@ -261,6 +261,20 @@ def test_of_two_calls_one_gives_up(world: World) -> None:
     assert two.end().error is None
 
 
+@simulated
+def test_a_call_whose_caller_has_gone_writes_nothing(world: World) -> None:
+    """As of a call that waited while another one of its participant wrote."""
+    one = caller(world, "one", enough=2)
+    for is_member in (False, True):
+        before, late = members(world), pace()
+        late.gone.set()
+        with pytest.raises(TimeoutError, match="gone"):
+            one.participant.ask(Called("late"), late)
+        assert members(world) == before
+        assert bool(before) is is_member
+        one.participant.say(Called("here"), late.deadline, concurrency.event())
+
+
 def test_a_lease_is_renewed_for_as_long_as_any_call_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the call before it ends at the moment at which this one begins, and lets the lease rest."""
     rest = Session.rest
