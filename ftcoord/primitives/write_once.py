@@ -62,7 +62,7 @@ class WriteOutcome:
 def write_once(
     etcd: EtcdCalls,
     put: Put,
-    expected: int,
+    expected: KeyValue | None,
     *,
     guards: Sequence[Compare] = (),
     also: Sequence[Op] = (),
@@ -70,7 +70,7 @@ def write_once(
     reads: Sequence[Get] = (),
     timeout: float | None = None,
 ) -> WriteOutcome:
-    """Write `put` if its key is still at mod revision `expected` (0: absent) and the other `guards` hold.
+    """Write `put` if its key was not written since it was as `expected` (None: absent), and the other `guards` hold.
 
     `also` is done in the same transaction. `reads` are answered at its revision, whether it wrote or not, and `before`
     as of right before it wrote. If the answer is lost, the same transaction is sent again: its guard lets it happen
@@ -82,9 +82,9 @@ def write_once(
     (`write_timeout(etcd)` if None), EtcdNoSpace when etcd had no space and the key does not hold the value, and the
     other errors of `Etcd.txn`.
     """
-    compares = [unchanged(put.key, expected), *guards]
+    compares = [unchanged(put.key, expected.mod_revision if expected else 0), *guards]
     failure = [*before, Get(Span(put.key)), *reads]
-    success = [*before, put, *also, Get(Span(put.key), keys_only=True), *reads]  # what was put is known
+    success = [*before, put, *also, *reads]
     whole, longest = TimeLimit.of(write_timeout(etcd) if timeout is None else timeout), write_attempt_timeout(etcd)
     lost: list[EtcdError] = []
 
@@ -115,14 +115,18 @@ def write_once(
         if not lost:
             raise
         raise OutcomeUnknown(f"a write was not answered, and then: {error}") from None
-    found = [result.range(at) for at in range(len(before))]
-    at_key = len(before) + (1 + len(also) if result.succeeded else 0)
-    kv = result.range(at_key).one
-    if result.succeeded and kv is not None:
-        kv = kv._replace(value=put.value)
+    kv = after_put(put, expected, result.revision) if result.succeeded else result.range(len(before)).one
     done = kv is not None and kv.value == put.value
-    found += [result.range(at_key + 1 + at) for at in range(len(reads))]
-    return WriteOutcome(done, kv, tuple(found), result.revision)
+    at_reads = len(result.results) - len(reads)
+    found = [*range(len(before)), *range(at_reads, len(result.results))]
+    return WriteOutcome(done, kv, tuple(map(result.range, found)), result.revision)
+
+
+def after_put(put: Put, before: KeyValue | None, revision: int) -> KeyValue:
+    """The key after a put at this revision that was guarded by its state before."""
+    if before is None:
+        return KeyValue(put.key, put.value, revision, revision, 1, put.lease)
+    return before._replace(value=put.value, mod_revision=revision, version=before.version + 1, lease=put.lease)
 
 
 def _as_refused(then: SnapshotReader, gets: Sequence[Get]) -> TxnResult:

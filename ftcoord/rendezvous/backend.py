@@ -22,7 +22,7 @@ from ftcoord import concurrency
 from ftcoord.core.layout import backend_state_key, backend_store_prefix
 from ftcoord.errors import ConfigError, EtcdError, LeaseLost
 from ftcoord.escaping import redacted
-from ftcoord.etcd.api import Etcd, Get, Put, Span
+from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 from ftcoord.rendezvous.create import open_run, with_conf
 from ftcoord.store import EtcdStore
@@ -79,7 +79,8 @@ class EtcdRendezvousBackend(RendezvousBackend):
             raise RendezvousConnectionError(f"the state of the run cannot be written: {error}") from None
         return (written.kv.value, written.kv.mod_revision, written.done) if written.kv else None
 
-    def _write(self, state: bytes, expected: int) -> WriteOutcome:
+    def _write(self, state: bytes, revision: int) -> WriteOutcome:
+        expected = KeyValue(self._key, b"", 0, revision, 0, 0) if revision else None  # no more of it counts here
         try:
             return write_once(self._etcd, Put(self._key, state, self._kept_lease()), expected)
         except LeaseLost:

@@ -13,7 +13,7 @@ from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import decided_key, round_key
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, parse_decided
 from ftcoord.core.round_history import named
-from ftcoord.etcd.api import Delete, EtcdCalls, Get, Op, Put, Span
+from ftcoord.etcd.api import Delete, EtcdCalls, Get, KeyValue, Op, Put, Span
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
@@ -105,16 +105,16 @@ def change_record(
         changed = change(parse_decided(kv.key, kv.value) if kv else NO_ROUND)
         if changed is None:
             return
-        expected = kv.mod_revision if kv else 0
         lease = kv.lease if kv and kv.lease else etcd.grant(run_ttl, timeout=within.left()).id
         put, also = Put(key, changed.value, lease), changed.also
 
         def write(
-            more: Sequence[Op], put: Put = put, expected: int = expected, also: Sequence[Op] = also
+            more: Sequence[Op], put: Put = put, kv: KeyValue | None = kv, also: Sequence[Op] = also
         ) -> WriteOutcome:
-            return write_once(etcd, put, expected, also=[*also, *more], timeout=within.left())
+            return write_once(etcd, put, kv, also=[*also, *more], timeout=within.left())
 
         if history is None:
             done = write(()).done
         else:
-            done = history.send(history.writes(changed.events, expected), changed.events, write).done
+            events = history.writes(changed.events, kv.mod_revision if kv else 0)
+            done = history.send(events, changed.events, write).done

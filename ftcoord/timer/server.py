@@ -296,7 +296,7 @@ class EtcdTimerServer(TimerServer):
         timer, kv = replace(request.timer, expired=self.id, reaped=reaped), request.kv
         put = Put(kv.key, encode(timer), kv.lease)
         try:
-            outcome = write_once(self._run.etcd, put, kv.mod_revision, timeout=write_attempt_timeout(self._run.etcd))
+            outcome = write_once(self._run.etcd, put, kv, timeout=write_attempt_timeout(self._run.etcd))
         except LeaseLost:
             return None
         return EtcdTimerRequest(outcome.kv, timer) if outcome.done and outcome.kv else None

@@ -139,20 +139,20 @@ def test_compactions_under_watches(cluster: Cluster, prefix: str, figures: Calla
         stack.callback(run.close)
         done = threading.Event()
         followed = spawn(lambda: follow(reader, prefix + "-key", done))
-        count = revision = 0
+        count, written = 0, None
         for compaction in range(COMPACTIONS):
             until = time.monotonic() + 0.1
             while time.monotonic() < until:
                 count += 1
                 put = Put(prefix + "-key", b"%d" % count)
-                written = write_once(writer, put, revision, timeout=DEADLINE).kv
+                written = write_once(writer, put, written, timeout=DEADLINE).kv
                 assert written is not None
-                revision = written.mod_revision
-            writer.compact(revision)
+            assert written is not None
+            writer.compact(written.mod_revision)
             if compaction % 5 == 2:
                 line.reset()
         done.set()
-        write_once(writer, Put(prefix + "-key", b"%d" % (count + 1)), revision, timeout=DEADLINE)
+        write_once(writer, Put(prefix + "-key", b"%d" % (count + 1)), written, timeout=DEADLINE)
         seen, gaps = followed.result(DEADLINE)
         assert run.evictions() == 0
     figures(compactions=COMPACTIONS, writes=count, seen=seen, listed_again=gaps, evictions=0)

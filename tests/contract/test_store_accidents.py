@@ -158,7 +158,7 @@ def test_what_a_full_etcd_refuses_for_good_is_not_there(prefix: str) -> None:
             while True:
                 keys.append(f"{prefix}/{number}/{len(keys)}")
                 try:
-                    assert write_once(clients[number], Put(keys[-1], bytes(100_000)), 0).done
+                    assert write_once(clients[number], Put(keys[-1], bytes(100_000)), None).done
                 except EtcdNoSpace:
                     return keys
 

@@ -28,7 +28,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
 from ftcoord.etcd import client as client_module
 from ftcoord.etcd import release
-from ftcoord.etcd.api import Get, Put, RangeResult, Span
+from ftcoord.etcd.api import Get, KeyValue, Put, RangeResult, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc import messages
 from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, write_once
@@ -207,11 +207,11 @@ def test_an_exact_counter_while_etcd_is_killed(fragile: EtcdServer) -> None:
 
     def increment(client: EtcdClient, writer: int, number: int) -> bool:
         now = client.get("/counter", timeout=2).one
-        count, revision = (int(now.value.split()[0]), now.mod_revision) if now else (0, 0)
+        count = int(now.value.split()[0]) if now else 0
         receipt = Put(f"/receipt/{writer}", str(number).encode())
         value = f"{count + 1} {writer} {number}".encode()
         reads = (Get(Span(receipt.key)),)
-        done = write_once(client, Put("/counter", value), revision, also=(receipt,), reads=reads, timeout=2)
+        done = write_once(client, Put("/counter", value), now, also=(receipt,), reads=reads, timeout=2)
         mine = done.reads[0].one
         return mine is not None and mine.value == receipt.value
 
@@ -336,7 +336,7 @@ def test_a_write_whose_second_answer_is_lost_too_stays_unknown(unfriendly: Any) 
     refused = aborting(grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
     answers["Txn"] = lambda context: lost(context) if next(attempts) == 1 else refused(context)
     with pytest.raises(OutcomeUnknown):
-        write_once(client, Put("/key", b"1"), 0, timeout=3)
+        write_once(client, Put("/key", b"1"), None, timeout=3)
     assert len(calls) > 2
 
 
@@ -353,7 +353,7 @@ def test_a_write_is_resolved_as_soon_as_etcd_answers_again(unfriendly: Any) -> N
     read = {"response_range": {"kvs": [{"key": b"/key", "value": b"1"}], "count": 1}}
     done = messages.message("TxnResponse")(succeeded=True, responses=[{"response_put": {}}, read]).SerializeToString()
     answers["Txn"] = lambda context: answer(context) if next(attempts) < 4 else done
-    assert write_once(client, Put("/key", b"1"), 0, timeout=DEADLINE).done
+    assert write_once(client, Put("/key", b"1"), None, timeout=DEADLINE).done
     assert calls == ["Txn"] * 4
     assert max(begun) < 2 * WRITE_ATTEMPT_TIMEOUT
 
@@ -363,28 +363,29 @@ def test_failover_when_the_member_in_use_is_killed(cluster: EtcdCluster, cluster
     cluster.kill(0)
     stored = cluster_client.get("/key", timeout=DEADLINE).one
     assert stored is not None
-    after = eventually(lambda: settled(cluster_client, "/key", stored.mod_revision), what="a write")
+    after = eventually(lambda: settled(cluster_client, "/key", stored), what="a write")
     cluster.restart(0)
     assert cluster_client.get("/key", timeout=DEADLINE).one == after
 
 
 def test_failover_when_the_member_in_use_hangs(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
-    revision = cluster_client.put("/key", b"before").revision
+    cluster_client.put("/key", b"before")
     cluster.pause(0)
     with at_most(20):
-        assert cluster_client.get("/key", timeout=20).one is not None
-    assert eventually(lambda: settled(cluster_client, "/key", revision), what="a write")
+        before = cluster_client.get("/key", timeout=20).one
+    assert before is not None
+    assert eventually(lambda: settled(cluster_client, "/key", before), what="a write")
     cluster.resume(0)
     cluster.wait_healthy()
     cluster.pause(cluster_client._transport._index)
     with pytest.raises(OutcomeUnknown):
         cluster_client.put("/other", b"", timeout=1)
-    assert eventually(lambda: settled(cluster_client, "/other", 0), what="a write after one that was lost")
+    assert eventually(lambda: settled(cluster_client, "/other", None), what="a write after one that was lost")
 
 
-def settled(client: EtcdClient, key: str, revision: int) -> Any:
+def settled(client: EtcdClient, key: str, before: KeyValue | None) -> Any:
     try:
-        return write_once(client, Put(key, b"after"), revision, timeout=5).kv
+        return write_once(client, Put(key, b"after"), before, timeout=5).kv
     except (EtcdUnavailable, OutcomeUnknown):
         return None
 

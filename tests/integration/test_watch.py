@@ -21,7 +21,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.embedded.binary import find_etcd
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdAuthError, EtcdUnavailable, LeaseLost, OutcomeUnknown, Rewound
-from ftcoord.etcd.api import Batch, Began, Delete, Get, Put, Span
+from ftcoord.etcd.api import Batch, Began, Delete, Get, KeyValue, Put, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc import messages
 from ftcoord.etcd.rpc import watch as watch_module
@@ -119,20 +119,20 @@ class Writer:
         eventually(lambda: self.count >= wanted, what=f"{wanted} writes")
 
     def _run(self) -> None:
-        revision = 0
+        kv = None
         while not self._stop.wait(0.002):
-            revision = self._write(str(self.count + 1).encode(), revision)
+            kv = self._write(str(self.count + 1).encode(), kv)
             self.count += 1
 
-    def _write(self, value: bytes, revision: int) -> int:
+    def _write(self, value: bytes, before: KeyValue | None) -> KeyValue:
         while True:
             try:
-                kv = write_once(self._client, Put(self._key, value), revision).kv
+                kv = write_once(self._client, Put(self._key, value), before).kv
             except (EtcdUnavailable, OutcomeUnknown):
                 continue
             assert kv is not None
             assert kv.value == value
-            return kv.mod_revision
+            return kv
 
 
 def values(seen: Seen, count: int) -> list[bytes]:
@@ -258,9 +258,7 @@ def test_a_shared_watch_outlives_its_stream(fragile: EtcdServer, prefix: str) ->
         client.watch(Span(prefix), 0, late)
         fragile.restart()
         written = Put(prefix, b"2")
-        eventually(
-            lambda: attempt(lambda: write_once(client, written, client.get(prefix).kvs[0].mod_revision)), "a write"
-        )
+        eventually(lambda: attempt(lambda: write_once(client, written, client.get(prefix).one)), "a write")
         assert values(first, 2) == [b"1", b"2"]
         assert values(late, 1) == [b"2"]
 
@@ -339,7 +337,8 @@ def test_a_member_that_hangs_is_noticed_with_nothing_else_going_on(cluster: Etcd
         EtcdClient(EtcdConfig.load(healthy, env={})) as other,
     ):
         watch_from_now(client, Span("/key"), seen)
-        before = other.put("/key", b"before").revision
+        other.put("/key", b"before")
+        before = other.get("/key").one
         seen.events(1)
         cluster.pause(0)
         put = Put("/key", b"while it hangs")

@@ -29,8 +29,7 @@ from ftcoord.etcd.api import (
 )
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group import membership
-from ftcoord.primitives.group.checkup import CHECK_AFTER
-from ftcoord.primitives.group.group import Group
+from ftcoord.primitives.group.group import CHECK_AFTER, Group
 from ftcoord.primitives.group.membership import Membership
 from ftcoord.primitives.group.succession import FOLLOW_UP
 from ftcoord.primitives.session import Session

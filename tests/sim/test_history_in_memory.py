@@ -45,8 +45,7 @@ from ftcoord.operator.past import explain
 from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import Explanation
-from ftcoord.primitives.group.beside import MOST_OPERATIONS
-from ftcoord.primitives.group.decided_record import DecidedRecord
+from ftcoord.primitives.group.decided_record import MOST_OPERATIONS, DecidedRecord
 from ftcoord.primitives.group.event_log import OFF, EventLog
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 from ftcoord.rendezvous.policy import LEASE_GRACE
@@ -720,7 +719,7 @@ def write(client: Etcd, log: EventLog, events: Sequence[HistoryEvent], value: by
     now = client.range(Get(Span("/g/decided"))).one
 
     def once(more: Sequence[Op]) -> WriteOutcome:
-        return write_once(client, Put("/g/decided", value), now.mod_revision if now else 0, also=more)
+        return write_once(client, Put("/g/decided", value), now, also=more)
 
     return log.send(log.writes(events, now.mod_revision if now else 0), events, once)
 
@@ -790,7 +789,7 @@ def test_a_decision_of_somebody_else_leaves_no_event(client: MemoryClient) -> No
     stale = log.send(
         log.writes([happened(1)], 0),
         [happened(1)],
-        lambda more: write_once(client, Put("/g/decided", b"x"), 0, also=more),
+        lambda more: write_once(client, Put("/g/decided", b"x"), None, also=more),
     )
     assert not stale.done
     assert write(client, log, [happened(2)], b"2").done
@@ -884,10 +883,10 @@ def test_a_decision_that_fills_a_transaction_is_made_without_its_history(client:
     puts = [(f"/g/more/{at}", b"") for at in range(MOST_OPERATIONS - 10)]
     (only,) = decided_by(client, log, Publish(b"1", "it is large", puts=puts, events=events))
     assert not keys_of(client)
-    assert len(only) == len(puts) + 2
+    assert len(only) == len(puts) + 1
     (second,) = decided_by(client, log, Publish(b"2", "it is small", events=[happened(16)]))
     assert numbers_in(client) == list(range(17)), "it is told with the next one"
-    assert len(second) == 19
+    assert len(second) == 18
 
 
 def test_what_lies_beside_a_record_goes_before_where_history_takes_its_place(client: MemoryClient) -> None:

@@ -286,9 +286,9 @@ def test_a_counter_that_counts_every_increment_once(world: World) -> None:
                 known, now = client.get(receipt.key).one, client.get("/counter").one
                 happened = known is not None and known.value == receipt.value
                 if not happened:
-                    total, revision = (int(now.value.split()[0]), now.mod_revision) if now else (0, 0)
+                    total = int(now.value.split()[0]) if now else 0
                     value = f"{total + 1} {writer} {counted[writer]}".encode()
-                    happened = write_once(client, Put("/counter", value), revision, also=(receipt,)).done
+                    happened = write_once(client, Put("/counter", value), now, also=(receipt,)).done
                 counted[writer] += happened
 
     run(world, *(lambda writer=writer: count(writer) for writer in range(3)))
@@ -312,7 +312,7 @@ def test_a_slow_etcd_is_asked_once_by_who_gives_it_time(world: World) -> None:
         client.config = config
         done = True
         try:
-            done = write_once(client, Put(f"/slow/{is_asked_again}", b"1"), 0).done
+            done = write_once(client, Put(f"/slow/{is_asked_again}", b"1"), None).done
         except OutcomeUnknown:
             assert config is None, "who asks for so long is answered"
         assert done
@@ -324,14 +324,14 @@ def test_what_etcd_has_no_space_for_and_writes_all_the_same_is_written(world: Wo
     world.observer.put("/beside", b"")
     world.etcd.set_no_space(True, let_in=1)
     outcome = write_once(
-        world.observer, Put("/key", b"1"), 0, before=[Get(Span("/beside"))], reads=[Get(Span("/", is_prefix=True))]
+        world.observer, Put("/key", b"1"), None, before=[Get(Span("/beside"))], reads=[Get(Span("/", is_prefix=True))]
     )
     beside, below = outcome.reads
     assert (outcome.done, outcome.kv) == (True, world.observer.get("/key").one)
     assert [kv.key for kv in (*beside.kvs, *below.kvs)] == ["/beside", "/beside", "/key"]
     assert outcome.revision == beside.revision == below.revision
     with pytest.raises(EtcdNoSpace):
-        write_once(world.observer, Put("/other", b"1"), 0)
+        write_once(world.observer, Put("/other", b"1"), None)
     assert world.observer.get("/other").one is None
 
 
@@ -360,7 +360,7 @@ def test_nobody_knows_what_a_full_etcd_wrote_that_then_goes_away(world: World) -
     client.fate = lambda call: DELIVERED if call.writes else REFUSED
     world.etcd.set_no_space(True, let_in=1)
     with pytest.raises(OutcomeUnknown):
-        write_once(client, Put("/key", b"1"), 0)
+        write_once(client, Put("/key", b"1"), None)
 
 
 @simulated

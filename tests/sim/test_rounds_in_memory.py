@@ -34,7 +34,7 @@ from ftcoord.core.layout import (
 from ftcoord.core.rendezvous_records import ROLLS, RollSizes, RoundHead, parse_decided
 from ftcoord.core.round_situation import RETURN_FACTOR
 from ftcoord.etcd.api import Delete, Get, Put
-from ftcoord.primitives.group import beside
+from ftcoord.primitives.group import decided_record
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
@@ -580,7 +580,7 @@ def test_a_rounds_ranks_are_those_of_its_roll(world: World) -> None:
 
 def in_small_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A roll is written in several transactions before its head, a chunk each."""
-    monkeypatch.setattr(beside, "MOST_OPERATIONS", 1)
+    monkeypatch.setattr(decided_record, "MOST_OPERATIONS", 1)
 
 
 def test_deciders_die_while_they_write_a_roll(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import Span, decided_key, era_key, record_span, roster_key
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, TxnResult, exists, none_newer, unchanged
+from ftcoord.etcd.api import (
+    Compare,
+    Delete,
+    Etcd,
+    Get,
+    KeyValue,
+    Lease,
+    Op,
+    Put,
+    TxnResult,
+    exists,
+    none_newer,
+    unchanged,
+)
 from ftcoord.etcd.retry import UNANSWERED, retry
-from ftcoord.primitives.group.beside import batches, fits
 from ftcoord.primitives.group.event_log import EventLog
-from ftcoord.primitives.group.record_lease import RecordLease
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.primitives.write_once import WriteOutcome, write_attempt_timeout, write_once, write_timeout
+from ftcoord.primitives.renewal import KeptLease
+from ftcoord.primitives.write_once import WriteOutcome, after_put, write_attempt_timeout, write_once, write_timeout
 
 Listener: TypeAlias = Callable[[KeyValue | None, KeyValue | None], None]
+MOST_OPERATIONS: Final = 128
+"""Operations per transaction: etcd's default limit (`--max-txn-ops`)."""
+MOST_BYTES: Final = 1 << 20
+"""Bytes of the keys and values of one transaction: etcd takes 1.5 MiB (`--max-request-bytes`)."""
 
 
 class DecidedRecord:
@@ -55,11 +71,12 @@ class DecidedRecord:
         has_roster: bool = False,
         history: EventLog | None = None,
     ) -> None:
-        self._etcd, self._history = etcd, history
+        self._etcd, self._ttl, self._history = etcd, ttl, history
         self._roster_key = roster_key(decided_key(prefix)) if has_roster else None
         self._era_key = era_key(prefix) if has_roster else None
         self.mirror = Mirror(etcd, record_span(prefix) if has_roster else Span(decided_key(prefix)), post)
-        self.lease = RecordLease(etcd, ttl)
+        self._kept: KeptLease | None = None
+        """The record's lease, while this member decides."""
         self.known: KeyValue | None = None
         """The last value that the listener could read. It stays when the key is deleted."""
         self.known_roster: KeyValue | None = None
@@ -109,8 +126,28 @@ class DecidedRecord:
             self.known, self.known_roster, self.known_at = kv, roster, concurrency.now()
 
     def keep_lease(self) -> None:
-        """Keep the record's lease alive, as its decider. Raises EtcdError, and may then be repeated."""
-        self.lease.keep(self.mirror.one)
+        """Keep the record's lease alive, as its decider, so that the record lives `ttl` seconds longer than its group.
+        Costs a request only when it changes. Raises EtcdError, and may then be repeated."""
+        lease = self.mirror.one.lease if self.mirror.one else 0
+        if self._kept is not None and self._kept.kept and lease in (0, self._kept.id):
+            return
+        self.drop_lease()
+        if lease:
+            now = concurrency.now()
+            self._kept = KeptLease(self._etcd, Lease(lease, self._etcd.renew(lease)), now)
+
+    def drop_lease(self) -> None:
+        """Stop renewing it: another decider does, or it expires. Idempotent."""
+        if self._kept is not None:
+            self._kept.stop()
+            self._kept = None
+
+    def _lease_for_publishing(self) -> int:
+        """The lease to attach the next record to; a new one, if there is none. Raises EtcdError."""
+        if self._kept is None or not self._kept.kept:
+            now = concurrency.now()
+            self._kept = KeptLease(self._etcd, self._etcd.grant(self._ttl), now)
+        return self._kept.id
 
     def publish(self, decision: Publish[bytes], guards: Sequence[Compare]) -> bool:
         """Replace the known record, if nobody else did and the guards hold; returns whether that was done. The events
@@ -119,7 +156,7 @@ class DecidedRecord:
         Raises EtcdError; it is then unknown whether it worked, and it may be repeated.
         """
         self.keep_lease()  # a lease of its own would take the record from what lies beside it under the same lease
-        lease, current = self.lease.for_publishing(), self.mirror.one
+        lease, current = self._lease_for_publishing(), self.mirror.one
         puts = [Put(key, value, lease) for key, value in decision.puts]
         puts += self._roster_put_back(puts, lease) + self._era_put(lease)
         record = Put(self.mirror.span.start, decision.record, lease)
@@ -131,8 +168,8 @@ class DecidedRecord:
         beside = [Put(key, value, lease) for key, value in decision.beside]
         history = self._history.writes(decision.events, self.mirror.revision) if self._history else []
         sized = [record, *puts, *(op for op in history if isinstance(op, Put))]
-        operations = 1 + len(also) + len(history) + 1  # the record, and the read of it
-        if beside and not fits(operations + len(beside), [*sized, *beside]):
+        operations = 1 + len(also) + len(history)
+        if beside and not _fits(operations + len(beside), [*sized, *beside]):
             refused = self._write_before(
                 beside, [unchanged(record.key, current.mod_revision if current else 0), *guards]
             )
@@ -141,12 +178,11 @@ class DecidedRecord:
                 return False
             # All of it is deleted together, so a decision that arrives late never names what is gone.
             guards, beside = [*guards, exists(beside[0].key)], []
-        if not fits(operations, sized):
+        if not _fits(operations, sized):
             history = []
-        expected = current.mod_revision if current else 0
 
         def write(more: Sequence[Op]) -> WriteOutcome:
-            return write_once(self._etcd, record, expected, guards=guards, also=[*also, *beside, *more])
+            return write_once(self._etcd, record, current, guards=guards, also=[*also, *beside, *more])
 
         outcome = self._history.send(history, decision.events, write) if self._history else write(())
         self._learn(outcome, puts)
@@ -162,7 +198,7 @@ class DecidedRecord:
 
     def rest(self) -> None:
         """Stop keeping the leases: this member no longer decides. Idempotent."""
-        self.lease.drop()
+        self.drop_lease()
         if self._history is not None:
             self._history.drop()
 
@@ -178,7 +214,7 @@ class DecidedRecord:
         what was found. Raises EtcdError. It may then be repeated, and may arrive late: it always writes the same."""
         look = Get(Span(self.mirror.span.start))
         deadline, never = concurrency.now() + write_timeout(self._etcd), concurrency.event()
-        for batch in batches(beside):
+        for batch in _batches(beside):
 
             def once(batch: Sequence[Put] = batch) -> TxnResult:
                 return self._etcd.txn(guards, batch, [look], timeout=write_attempt_timeout(self._etcd))
@@ -237,14 +273,33 @@ class DecidedRecord:
             return
         if kv is not None:
             mine = [put for put in puts if put.key in self.mirror.span]
-            self.mirror.learn(kv, *(_written(put, self.mirror.kvs.get(put.key), kv.mod_revision) for put in mine))
+            self.mirror.learn(kv, *(after_put(put, self.mirror.kvs.get(put.key), kv.mod_revision) for put in mine))
             self.tell()
         if self.mirror.one != kv:  # etcd has lost what the mirror has: read again
             self.mirror.doubt()
 
 
-def _written(put: Put, before: KeyValue | None, revision: int) -> KeyValue:
-    """The key after a put that was guarded by its state before."""
-    if before is None:
-        return KeyValue(put.key, put.value, revision, revision, 1, put.lease)
-    return before._replace(value=put.value, mod_revision=revision, version=before.version + 1, lease=put.lease)
+# Keys beside a record that is too large for one key mean something only through the record that names them. So it does
+# not matter in which order they are written, nor how many there are at a time, as long as all exist when the record
+# does.
+
+
+def _fits(operations: int, puts: Sequence[Put]) -> bool:
+    """Whether etcd takes a transaction of so many operations, with these puts among them."""
+    return operations <= MOST_OPERATIONS and _size(puts) <= MOST_BYTES
+
+
+def _batches(puts: Sequence[Put]) -> Iterator[list[Put]]:
+    """The puts in order, in parts that each fit into one transaction."""
+    batch: list[Put] = []
+    for put in puts:
+        if batch and not _fits(len(batch) + 1, [*batch, put]):
+            yield batch
+            batch = []
+        batch.append(put)
+    if batch:
+        yield batch
+
+
+def _size(puts: Sequence[Put]) -> int:
+    return sum(len(put.key) + len(put.value) for put in puts)

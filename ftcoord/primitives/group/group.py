@@ -17,6 +17,8 @@ anywhere.
 from __future__ import annotations
 
 import logging
+import math
+import random
 import sys
 from collections.abc import Callable
 from typing import Final, TypeAlias
@@ -27,7 +29,6 @@ from ftcoord.core.layout import members_span
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Began, Etcd, Get, KeyValue, exists
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.primitives.group.checkup import Checkup
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
 from ftcoord.primitives.group.decider import Decider
 from ftcoord.primitives.group.event_log import EventLog
@@ -44,6 +45,10 @@ log = logging.getLogger(__name__)
 
 Task: TypeAlias = Callable[[], None]
 """Something that a watch delivered, or that another thread wants done."""
+CHECK_AFTER: Final = 3.0, 4.5
+"""Multiples of its lease TTL, lowest and highest, after which a member that sees no decision asks etcd whether it
+missed one (a decider: or a change of a member). So it costs a tenth of renewing the lease, and not all members ask at
+once."""
 CHANGES_PER_STEP: Final = 1000
 """Changes that one step takes in at most: many heartbeats may come faster than they can be applied."""
 
@@ -95,7 +100,13 @@ class Group:
         """Its place in line when it joined, or behind it: how many have joined, itself included, while there was always
         one whose predecessor in line lived. Those that have left meanwhile are counted too, since etcd would need
         longer to count the others, the more there are."""
-        self._checkup = Checkup(session)
+        self._session = session
+        self._check_at = math.inf
+        """When to compare the copies with etcd next, unless a decision comes before; never before this member joined.
+
+        A watch may miss a change (in a process that forks with gRPC's own handlers), and the next change reveals that.
+        But the missed one may be the last: a recall of this member, or the request of the member that a decider waits
+        for."""
         self._closing = False  # only ever becomes true; read anywhere
         self._thread = concurrency.thread(self._run, "ftcoord-group")
 
@@ -194,7 +205,7 @@ class Group:
         self._record.mirror.adopt(decided)
         self._record.tell()
         self._succession.begin(tail)
-        self._checkup.put_off()
+        self._put_off_check()
         self._thread.start()
 
     def _note(self, event: HistoryEvent) -> None:
@@ -232,7 +243,7 @@ class Group:
                 raise
             except LeaseLost as error:
                 self._decider.fails(f"a lease is gone: {error}")
-                self._record.lease.drop()
+                self._record.drop_lease()
                 until = concurrency.now() + STEP_RETRY_PAUSE
             except (EtcdUnavailable, OutcomeUnknown) as error:
                 self._decider.fails(f"cannot go on for now: {error}")
@@ -261,7 +272,7 @@ class Group:
         if mirror is self._record.mirror:
             if changes:  # what this member decides itself is known before its watch tells
                 self._succession.was_overtaken()
-                self._checkup.put_off()
+                self._put_off_check()
             self._record.tell()
             if (
                 isinstance(posted.item, Began) and not mirror.synced
@@ -270,15 +281,21 @@ class Group:
 
     def _step(self) -> float | None:
         """Bring what is nearer to what should be; when to look again, None: when something comes in."""
-        if self._checkup.due <= concurrency.now():
+        if self._check_at <= concurrency.now():
             self._look_for_missed()  # first: a record that cannot be read may be one of which a change was missed
         until = self._go_on()
-        return self._checkup.due if until is None else min(self._checkup.due, until)
+        return self._check_at if until is None else min(self._check_at, until)
 
     def _look_for_missed(self) -> None:
         """Have all be read again of which a watch has missed a change. Raises EtcdError: then the next step asks."""
-        copies = [self._record.mirror] if self._members.mirror is None else [self._record.mirror, self._members.mirror]
-        self._checkup.forget_outdated(copies)
+        for copy in (self._record.mirror, self._members.mirror):
+            if copy is not None and copy.synced and not self._session.rests:  # who rests waits for nothing
+                copy.compare()
+        self._put_off_check()
+
+    def _put_off_check(self) -> None:
+        """The record's watch works: it has just delivered something; or the copies were compared."""
+        self._check_at = concurrency.now() + self._session.ttl * random.uniform(*CHECK_AFTER)
 
     def _go_on(self) -> float | None:
         if not self._record.mirror.synced:

@@ -56,14 +56,10 @@ class MemberKey:
             joins = self.kv is None
             before, reads = ((Get(Span(self._tail_key)),), first_reads) if joins else ((), ())
             also = (Put(self._tail_key, self.id.encode(), put.lease),) if joins else ()
-            expected = self.kv.mod_revision if self.kv else 0
-            outcome = write_once(
-                self._etcd, put, expected, also=also, before=before, reads=reads, timeout=within.left()
-            )
+            outcome = write_once(self._etcd, put, self.kv, also=also, before=before, reads=reads, timeout=within.left())
             if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
                 # Ours after all: an earlier call's, whose outcome was unknown.
-                found = outcome.kv.mod_revision
-                outcome = write_once(self._etcd, put, found, before=before, reads=reads, timeout=within.left())
+                outcome = write_once(self._etcd, put, outcome.kv, before=before, reads=reads, timeout=within.left())
             if not outcome.done:
                 raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
             self.kv = outcome.kv
@@ -89,7 +85,7 @@ class MemberKey:
                 raise MemberLost(f"the key {self.key} is gone, and its member rests")
             put = Put(self.key, mine.value, self._session.lease_id)
             try:
-                outcome = write_once(self._etcd, put, now.mod_revision if now else 0)
+                outcome = write_once(self._etcd, put, now)
             except LeaseLost as error:  # the key went with it, as it should
                 raise MemberLost(str(error)) from None
             if outcome.done:  # else somebody wrote it meanwhile, and the next check finds that
