@@ -20,7 +20,7 @@ from ftcoord.core.death_records import Death
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 from ftcoord.core.heartbeats import Beat
 from ftcoord.core.rendezvous_records import RollChunk
-from ftcoord.core.timers import Timer
+from ftcoord.core.timers import HeldTimers, Timer
 from ftcoord.rendezvous import settings
 
 ROOT = Path(__file__).parents[2]
@@ -236,7 +236,16 @@ def test_the_hooks_run_the_checks_of_make_lint() -> None:
     assert hooks == lint
 
 
-RECORDS = (*(kind for use in uses() for kind in kinds(use)), RollChunk, Timer, Beat, Death, HistoryEvent, WorkerFailure)
+RECORDS = (
+    *(kind for use in uses() for kind in kinds(use)),
+    RollChunk,
+    HeldTimers,
+    Timer,
+    Beat,
+    Death,
+    HistoryEvent,
+    WorkerFailure,
+)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from held import TIMER, expired_kv, timers_kv
 
-from ftcoord.core import quorum_records, rendezvous_records, timer_records
+from ftcoord.core import quorum_records, rendezvous_records
 from ftcoord.core.death_records import Death
 from ftcoord.core.death_records import encode as encode_death
 from ftcoord.core.layout import (
@@ -21,12 +22,10 @@ from ftcoord.core.layout import (
     roll_key,
     roster_key,
     run_prefix,
-    timer_key,
 )
 from ftcoord.core.quorum_head import encode_quorum
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord, digest_of
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, chunks_of, head_of, roll_id
-from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator import quorums, rounds, timers
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
@@ -103,10 +102,9 @@ def request(name: str, step: int) -> QuorumRequest:
     return QuorumRequest(name, f"{name}:1", f"{name}:2", step, 2, False, "", 0, ())
 
 
-def hold(etcd: Etcd, slot: str, **fields: Any) -> None:
-    worker = Worker("h1", 7, 1000, "node7", 3, 5, 10)
-    timer = Timer(worker, "step", after_ms=5000, left_ms=4000, at_ms=9, wall_ms=1_000_000, slot=0, token=1)
-    etcd.put(timer_key(RUN, "h1", 1, slot), timer_records.encode(replace(timer, **fields)), 1)
+def hold(etcd: Etcd, lease: int) -> None:
+    kv = timers_kv(RUN, replace(TIMER, token=lease), lease=lease)
+    etcd.put(kv.key, kv.value, lease)
 
 
 def changes(etcd: Etcd, chance: random.Random) -> Iterator[Callable[[], object]]:
@@ -126,8 +124,9 @@ def changes(etcd: Etcd, chance: random.Random) -> Iterator[Callable[[], object]]
     yield lambda: [etcd.delete(key) for key in list(etcd.below(f"{RUN}/rolls"))[:1]]
     yield lambda: etcd.delete(decided_key(RUN))
     yield lambda: etcd.lose(chance.randrange(3))
-    yield lambda: hold(etcd, str(chance.randrange(3)), expired=chance.random() < 0.5)
-    yield lambda: etcd.put(timer_key(RUN, "h1", 1, str(chance.randrange(3))), chance.choice([b"", b"{"]), 1)
+    yield lambda: hold(etcd, chance.randrange(1, 4))
+    yield lambda: etcd.put(expired_kv(RUN).key, expired_kv(RUN).value, 1)
+    yield lambda: etcd.put(timers_kv(RUN, lease=chance.randrange(1, 4)).key, b"{", 1)
     asked, step = chance.randrange(3), chance.randrange(5)
     said = ReplicaRecord(request(f"r{lease}", step), asked, 0, 0)
     short = replace(said, profile=digest_of(said.request.profile))
@@ -213,12 +212,12 @@ def test_a_change_of_one_replica_or_timer_has_one_read(monkeypatch: pytest.Monke
     for lease in range(1, 51):
         record = ReplicaRecord(request(f"r{lease}", 5), 1, 0, 0)
         etcd.put(member_key(QUORUM, member_id(lease)), quorum_records.encode(record), lease)
-        hold(etcd, str(lease))
+        hold(etcd, lease)
     replicas = Counting(monkeypatch, quorums, "parse_replica")
-    held = Counting(monkeypatch, timers, "parse_timer")
+    held = Counting(monkeypatch, timers, "parse_timers")
     teller = JobTeller(Rules())
     teller.tell(etcd.keys())
-    hold(etcd, "9", expired=True)
+    etcd.put(expired_kv(RUN).key, expired_kv(RUN).value, 1)
     record = ReplicaRecord(request("r9", 6), 2, 0, 0)
     etcd.put(member_key(QUORUM, member_id(9)), quorum_records.encode(record), 9)
     teller.tell(etcd.keys())
