@@ -330,7 +330,7 @@ class EtcdTimerServer(TimerServer):
         try:
             return (
                 worker.host == self._host
-                and worker.pid != os.getpid()
+                and (self._reap is not None or worker.pid != os.getpid())
                 and holds(self._run.prefix, worker, request.timer)
                 and (not self._mark or bears(worker.pid, self._mark))
             )

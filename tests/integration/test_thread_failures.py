@@ -163,7 +163,7 @@ def test_a_heartbeat_whose_thread_fails_raises(
     client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Heartbeat(prefix.strip("/"), "me", 10, etcd=client) as heartbeat:
-        monkeypatch.setattr(LeasedKey, "_step", fail)
+        monkeypatch.setattr(LeasedKey, "_write", fail)
         with pytest.raises(ThreadFailed):
             heartbeat.update({"step": 1})
 
@@ -215,7 +215,7 @@ def test_timers_of_a_worker_raise_nothing_and_say_so(
     client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     timers = EtcdTimerClient(prefix.strip("/"), client, timeout=DEADLINE)
-    monkeypatch.setattr(LeasedKey, "_step", fail)
+    monkeypatch.setattr(LeasedKey, "_write", fail)
     for _ in range(3):
         timers.acquire("scope", time.time() + 600)
         timers.release("scope")

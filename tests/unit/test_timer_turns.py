@@ -104,16 +104,19 @@ def test_a_server_that_was_not_run_gives_all_timers_as_much_time(host: Host, mon
     assert [entry.due for entry in host.server._book.values()] == [pytest.approx(151.0, abs=0.1)]
 
 
-def test_no_timer_ends_the_process_of_its_server(host: Host) -> None:
+def test_no_timer_ends_the_process_of_its_server(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = replace(TIMER, until_ms=0, token=9)
     worker = replace(WORKER, host=host.server._host, pid=os.getpid(), start=proc.started(os.getpid()) or 0)
     kv = timers_kv(host.prefix, timer, worker=worker)
+    host.server._reap = None
+    killed = list[int]()
+    monkeypatch.setattr(server_module, "send_if", lambda pid, number, is_it: killed.append(pid) or True)
     host.held.add(9)
     host.client.put(kv.key, kv.value)
     host.acquires(8, 101.0)
     host.now = 102.0
-    host.turns_until(lambda: host.reaped)
-    assert host.reaped == [8]
+    host.turns_until(lambda: killed)
+    assert killed == [8]
 
 
 def test_a_turn_that_fails_is_followed_by_a_pause(
