@@ -139,14 +139,14 @@ def _end(thread: StepThread, run: Namespace) -> None:
     run.close()
 
 
-def timers_in(kv: KeyValue | None) -> list[tuple[Worker, Timer]]:
+def timers_in(kv: KeyValue) -> list[tuple[Worker, Timer]]:
     """The timers in a key; none, with a warning, if it holds something else."""
     try:
-        held = parse_timers(kv.key, kv.value) if kv else None
+        held = parse_timers(kv.key, kv.value)
     except StateError as error:
         log.warning("no timer: %s", error)
         return []
-    return [(held.worker, timer) for timer in held.timers] if held else []
+    return [(held.worker, timer) for timer in held.timers]
 
 
 def _inform(worker: Worker, timer: Timer) -> TimerInfo:

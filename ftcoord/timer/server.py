@@ -13,7 +13,7 @@ import os
 import signal
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -25,7 +25,7 @@ from ftcoord.config import EtcdConfig, seconds
 from ftcoord.core.layout import KEY_PREFIX, expired_key, is_expired_key, timers_span
 from ftcoord.core.timers import HeldTimers, Timer, TimerInfo, Worker, encode, inform
 from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
-from ftcoord.etcd.api import Etcd, Put, unchanged
+from ftcoord.etcd.api import Etcd, KeyValue, Put, unchanged
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.log_once import LogOnce
 from ftcoord.metrics import process as metrics
@@ -106,19 +106,18 @@ class EtcdRequestQueue(RequestQueue):
         return news is not None
 
 
-def _requests(change: Change) -> Iterator[EtcdTimerRequest]:
+def _requests(change: Change) -> list[EtcdTimerRequest]:
     """How a worker's timers have changed: those that ended first."""
-    pair = change.was, change.now
-    was, now = (
-        [(kv.lease, *held) for held in timers_in(kv)] if kv and not is_expired_key(kv.key) else [] for kv in pair
-    )
-    tokens, known = {timer.token for *_, timer in now}, {timer.token for *_, timer in was}
-    for lease, worker, timer in was:
-        if timer.token not in tokens:
-            yield EtcdTimerRequest(worker, timer, lease, ended=True)
-    for lease, worker, timer in now:
-        if timer.token not in known:
-            yield EtcdTimerRequest(worker, timer, lease, ended=False)
+    was, now = _by_token(change.was), _by_token(change.now)
+    ended = [EtcdTimerRequest(*one, ended=True) for token, one in was.items() if token not in now]
+    return ended + [EtcdTimerRequest(*one, ended=False) for token, one in now.items() if token not in was]
+
+
+def _by_token(kv: KeyValue | None) -> dict[int, tuple[Worker, Timer, int]]:
+    """The timers in a worker's key, with its lease; none in a mark."""
+    if kv is None or is_expired_key(kv.key):
+        return {}
+    return {timer.token: (worker, timer, kv.lease) for worker, timer in timers_in(kv)}
 
 
 class _Entry(NamedTuple):
@@ -334,6 +333,8 @@ class EtcdTimerServer(TimerServer):
                 and holds(self._run.prefix, worker, request.timer)
                 and (not self._mark or bears(worker.pid, self._mark))
             )
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            return False
         except OSError as error:
             self._problem.say(f"timers of worker {worker.pid} guard nobody: {error}; run the server as its user")
             return False

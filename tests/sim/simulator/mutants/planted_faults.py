@@ -154,10 +154,6 @@ MUTANTS: Final = (
         "pass\n        pass\n        self._drop()", ALL,
     ),
     Mutant(
-        "a key is not written again under a new lease", "ftcoord.primitives.leased_key",
-        "self._is_written = self._value is None", "self._is_written = True", RECIPES,
-    ),
-    Mutant(
         "a sentinel does not give up leases", "ftcoord.primitives.sentinel_main",
         "etcd.client.revoke(one.id, timeout=etcd.timeout)", "pass", ALL,
     ),
@@ -335,7 +331,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a timer is not recorded", "ftcoord.timer.client",
-        "note(slot, timer.token)\n            self._record()", "note(slot, timer.token)", TIMERS,
+        "self._key.put(encode(HeldTimers(self._worker, tuple(self._held.values()))))", "pass", TIMERS,
     ),
     Mutant(
         "a server counts by its wall clock when a timer is over", "ftcoord.timer.server",
