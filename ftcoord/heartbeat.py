@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -20,23 +20,21 @@ from typing import Any, Final
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig, full_text, lease_seconds
-from ftcoord.core.heartbeat_records import Beat, encode, parse_beat
-from ftcoord.core.heartbeats import HeartbeatEvent, Roll
+from ftcoord.core.heartbeats import Beat, HeartbeatEvent, Roll, encode, parse_beat
 from ftcoord.core.layout import KEY_PREFIX, heartbeat_key, heartbeats_span
 from ftcoord.errors import (
     ClientClosed,
     ConfigError,
     EtcdAuthError,
     EtcdError,
-    EtcdUnavailable,
     StateError,
     ThreadFailed,
 )
-from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.primitives.deaths import cause_of_death
 from ftcoord.primitives.feed import Feed
-from ftcoord.primitives.leased_keys import LeasedKeys
+from ftcoord.primitives.leased_key import LeasedKey
 from ftcoord.primitives.mirror import Change
 
 log = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ WATCH_RETRY_PAUSE: Final = 0.5
 HEARTBEAT_TIMEOUT: Final = 5.0
 """Seconds that a heartbeat waits for etcd when it starts and when it is updated."""
 LEAVE_STEP_TIMEOUT: Final = 1.0
-"""Seconds that each of the three steps of its shutdown may take."""
+"""Seconds that each step of its end may take."""
 
 
 class Heartbeat:
@@ -85,18 +83,20 @@ class Heartbeat:
         self._beat = Beat(full_text("name", name), _json(data), left=False)
         self._ttl = lease_seconds("ttl", ttl)
         self._run = Namespace.open(run, etcd, key_prefix)
-        self._beating: _Beating | None = None
-        self._cancel_finalizer: Callable[[], None] | None = None
+        self._key: LeasedKey | None = None
 
     def __enter__(self) -> Heartbeat:
         """Start. Raises EtcdError when etcd does not take the heartbeat within 5 s; EtcdUnavailable if it is down."""
+        run, name = self._run, self._beat.name
         with ExitStack() as undo:
-            undo.callback(self._run.close)
-            beating = _Beating(self._run, self._ttl, self._beat)
-            undo.callback(beating.end)
-            beating.put(self._beat)
+            undo.callback(run.close)
+            key = LeasedKey(
+                run.etcd, self._ttl, lambda lease: heartbeat_key(run.prefix, name, lease), "heartbeats", run.prefix
+            )
+            undo.callback(key.close, LEAVE_STEP_TIMEOUT)
+            _write(key, self._beat)
             undo.pop_all()
-        self._beating, self._cancel_finalizer = beating, concurrency.when_forgotten(self, beating.leave)
+        self._key, self._cancel_finalizer = key, concurrency.when_forgotten(self, _leave, key, run, name)
         return self
 
     def update(self, data: Any) -> None:
@@ -109,55 +109,40 @@ class Heartbeat:
             RuntimeError: the heartbeat is not running: it is used outside its `with` block.
         """
         self._beat = replace(self._beat, data=_json(data))
-        self._running().put(self._beat)
+        _write(self._running(), self._beat)
 
     def __exit__(self, *_error: object) -> None:
         """End. Watchers see at once that the heartbeat left.
 
-        Takes up to 3 s if etcd is unreachable, and does not raise then: watchers see that the heartbeat expired.
+        Takes a few seconds if etcd is unreachable, and does not raise then: watchers see that the heartbeat expired.
         """
-        beating, self._beating = self._running(), None
-        if self._cancel_finalizer is not None:
-            self._cancel_finalizer()
-        beating.leave()
+        key, self._key = self._running(), None
+        self._cancel_finalizer()
+        _leave(key, self._run, self._beat.name)
 
-    def _running(self) -> _Beating:
-        if self._beating is None:
+    def _running(self) -> LeasedKey:
+        if self._key is None:
             raise RuntimeError(
                 "the heartbeat does not run: use it as a context manager, `with Heartbeat(...) as beat:`"
             )
-        return self._beating
+        return self._key
 
 
-class _Beating:
-    """The resources of a running heartbeat. Does not refer to the heartbeat, whose finalizer ends this."""
+def _write(key: LeasedKey, beat: Beat) -> None:
+    """Raises EtcdError when etcd does not take the beat in time, and ThreadFailed."""
+    key.put(encode(beat))
+    if not key.wait(HEARTBEAT_TIMEOUT, through_outage=True):
+        assert key.problem is not None
+        raise key.problem
 
-    def __init__(self, run: Namespace, ttl: int, beat: Beat) -> None:
-        prefix, name = run.prefix, beat.name
-        self._run, self._beat = run, beat
-        self._keys = LeasedKeys(
-            run.etcd, ttl, lambda _, lease: heartbeat_key(prefix, name, lease), "heartbeats", prefix
-        )
 
-    def put(self, beat: Beat) -> None:
-        """Write the beat. Raises EtcdError when etcd does not take it in time, and ThreadFailed."""
-        self._beat, value = beat, encode(beat)
-        self._keys.put("", lambda: value)
-        limit = LEAVE_STEP_TIMEOUT if beat.left else HEARTBEAT_TIMEOUT
-        if not self._keys.wait("", limit, through_outage=not beat.left):
-            raise self._keys.problem or EtcdUnavailable(
-                "etcd did not answer in time: check that it is up, and that your user may write"
-            )
-
-    def leave(self) -> None:
-        """Write that the heartbeat leaves, and end. Does not raise if etcd is unreachable."""
-        with suppress(EtcdError, ThreadFailed):
-            self.put(replace(self._beat, left=True))
-        self.end()
-
-    def end(self) -> None:
-        self._keys.close(LEAVE_STEP_TIMEOUT)
-        self._run.close()
+def _leave(key: LeasedKey, run: Namespace, name: str) -> None:
+    """Record that the heartbeat leaves, and end it."""
+    with suppress(EtcdError, ThreadFailed):
+        key.put(encode(Beat(name, "null", left=True)))
+        key.wait(LEAVE_STEP_TIMEOUT)
+    key.close(LEAVE_STEP_TIMEOUT)
+    run.close()
 
 
 class HeartbeatWatch(Closing):
@@ -169,7 +154,7 @@ class HeartbeatWatch(Closing):
 
     def __init__(self, run: Namespace) -> None:
         # Only the thread that iterates, but for `Feed.wake()`:
-        self._feed = Feed(run.etcd, heartbeats_span(run.prefix))
+        self._run, self._feed = run, Feed(run.etcd, heartbeats_span(run.prefix))
         self._closed = concurrency.event()
         self._roll = Roll()
         self._events: deque[HeartbeatEvent] = deque()  # those that came, and were not given out
@@ -217,21 +202,19 @@ class HeartbeatWatch(Closing):
     def _judge(self, change: Change) -> HeartbeatEvent | None:
         kv = change.now or change.was
         assert kv is not None
-        beat = _parsed(kv)
-        if beat is None:
-            return None
-        if change.now is None:
-            lives = self._roll.speaks_for(kv.key, beat.name)
-            return self._roll.drop(kv.key, beat.name, self._cause(kv) if lives else "")
-        return self._roll.note(kv.key, kv.create_revision, beat)
-
-    def _cause(self, gone: KeyValue) -> str:
-        """Why the process of this heartbeat died; empty if no cause is known, or etcd does not answer."""
         try:
-            return cause_of_death(self._run.etcd, self._run.prefix, gone.lease)
+            beat = parse_beat(kv.key, kv.value)
+            if change.now is not None:
+                return self._roll.note(kv.key, kv.create_revision, beat)
+            is_end = self._roll.speaks_for(kv.key, beat.name)
+            cause = cause_of_death(self._run.etcd, self._run.prefix, kv.lease) if is_end else ""
+        except StateError as error:
+            log.warning("%s", error)
+            return None
         except EtcdError as error:
             log.debug("the cause of a death is not known: %s", error)
-            return ""
+            cause = ""
+        return self._roll.drop(kv.key, beat.name, cause)
 
 
 def _end_watch(feed: Feed, run: Namespace) -> None:
@@ -280,11 +263,3 @@ def _json(data: Any) -> str:
             "data", f"<{len(text)} characters>", f"give at most {LONGEST_DATA} as JSON; etcd is no file server"
         )
     return text
-
-
-def _parsed(kv: KeyValue) -> Beat | None:
-    try:
-        return parse_beat(kv.key, kv.value)
-    except StateError as error:
-        log.warning("%s", error)
-        return None

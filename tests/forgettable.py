@@ -108,9 +108,9 @@ def timer_client(endpoint: str, run: str) -> object:
 def timer_server(endpoint: str, run: str) -> object:
     from helpers import eventually  # here: the others need no pytest
 
-    server = ftcoord.timer.EtcdTimerServer(run, endpoint, max_interval=3600)
+    server = ftcoord.timer.EtcdTimerServer(run, endpoint, max_interval=0.1)
     server.start()
-    eventually(lambda: server._queue.began, "the watch of the timers")
+    eventually(lambda: server._queue._feed.synced, "the watch of the timers")
     return server
 
 

@@ -10,12 +10,14 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from urllib.parse import urlsplit
 
+from held import TIMER, WORKER, timers_kv
 from helpers import DEADLINE
 
 from ftcoord import concurrency
-from ftcoord.core import event_records, quorum_head, quorum_records, rendezvous_records, timer_records
+from ftcoord.core import event_records, quorum_head, quorum_records, rendezvous_records
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import (
     KEY_PREFIX,
@@ -26,11 +28,9 @@ from ftcoord.core.layout import (
     quorum_prefix,
     roster_key,
     run_prefix,
-    timer_key,
 )
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
-from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.client import EtcdClient
 
@@ -77,13 +77,12 @@ def write_history(client: EtcdClient, job: str, events: Sequence[HistoryEvent]) 
 
 def write_timer(client: EtcdClient, job: str, scope: str) -> str:
     """A worker that holds a timer of a minute; its key."""
-    worker = Worker("h1", 7, 1000, scope, 3, 5, 10)
-    now = int(concurrency.wall() * 1000)
-    timer = Timer(worker, scope, after_ms=60_000, left_ms=60_000, at_ms=now, wall_ms=now, slot=0, token=1)
+    now = int(concurrency.wall() * 1000) + 60_000
+    timer = replace(TIMER, scope=scope, after_ms=60_000, until_ms=now, wall_ms=now)
     lease = client.grant(TTL).id
-    key = timer_key(run_prefix(KEY_PREFIX, job), "h1", lease, "0")
-    client.put(key, timer_records.encode(timer), lease)
-    return key
+    kv = timers_kv(run_prefix(KEY_PREFIX, job), timer, worker=replace(WORKER, node=scope), lease=lease)
+    client.put(kv.key, kv.value, lease)
+    return kv.key
 
 
 def write_quorum(client: EtcdClient, job: str, steps: Mapping[str, int]) -> None:

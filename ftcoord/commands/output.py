@@ -40,7 +40,6 @@ _MOODS: Final = {
         "died",
         "lost",
         "expired",
-        "reaped",
     },
     "going": {"draining"},
 }

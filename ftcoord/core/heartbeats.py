@@ -1,4 +1,4 @@
-"""Which names are alive, by the heartbeats that were seen. Pure."""
+"""The JSON record of a heartbeat, layout v1, and which names are alive, by the heartbeats that were seen. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,36 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ftcoord.core.heartbeat_records import Beat
+from ftcoord.core.strict import build, dump, json_problem, load
+from ftcoord.errors import StateError
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A heartbeat.
+
+    Args:
+        name: the heartbeat's name.
+        data: its data, as JSON text.
+        left: whether it is about to give up its lease: it has then left, and not expired.
+    """
+
+    name: str
+    data: str
+    left: bool = False
+
+
+def encode(beat: Beat) -> bytes:
+    """The record as JSON, with the layout's version."""
+    return dump(beat)
+
+
+def parse_beat(key: str, value: bytes) -> Beat:
+    """The heartbeat in a key. Raises StateError."""
+    beat = build(Beat, key, load(key, value))
+    if problem := json_problem(beat.data):
+        raise StateError(key, f"holds data that is no JSON ({problem})")
+    return beat
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,9 +299,19 @@ def timers_span(prefix: str, host: str = "") -> Span:
     return Span(f"{prefix}/timers/{host}/" if host else f"{prefix}/timers/", is_prefix=True)
 
 
-def timer_key(prefix: str, host: str, lease: int, slot: str) -> str:
-    """One timer of the worker with this lease."""
-    return f"{timers_span(prefix, host).start}{lease:016x}/{slot}"
+def timers_key(prefix: str, host: str, lease: int) -> str:
+    """The timers of the worker with this lease."""
+    return f"{timers_span(prefix, host).start}{lease:016x}"
+
+
+def expired_key(prefix: str, host: str, token: int) -> str:
+    """The mark of a timer that has expired."""
+    return f"{timers_span(prefix, host).start}expired/{token:016x}"
+
+
+def is_expired_key(key: str) -> bool:
+    """Whether a key below `timers_span` is a mark, and no worker's."""
+    return key.rpartition("/")[0].endswith("/expired")
 
 
 def heartbeats_span(prefix: str) -> Span:

@@ -1,18 +1,72 @@
-"""When an expiration timer expires, and how it is displayed. Pure: `now` is an argument, in seconds."""
+"""The JSON records of expiration timers, layout v2, and how a timer is displayed. Pure: `now` is an argument, in
+seconds.
+
+A worker has one key, with all timers that it holds. Another key marks a timer as expired.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
-from typing import Final, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Final
 
-from ftcoord.core.timer_records import Timer
+from ftcoord.core.strict import LARGEST, Range, Size, build, build_each, dump, load, part
 
-CLAIM_TIMEOUT: Final = 2.0
-"""Seconds for which a server leaves an expired timer to another server that has marked it."""
+LAYOUT: Final = 2
+MOST_TIMERS: Final = 256
+"""How many timers a process may hold at once."""
+LONGEST_SCOPE: Final = 256
+"""Characters of a scope's name that are recorded: the last ones, where torch puts the line number. With as many timers
+as a process may hold, a record fits into one write of etcd's."""
+_Ms = Annotated[int, Range(0, 10**15)]
+"""Milliseconds, up to some 30,000 years: no clock shows more, and arithmetic on it is exact."""
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A process, identified beyond doubt.
+
+    Args:
+        host: the machine's boot and the pid namespace; on one host, pids and monotonic clocks are the same for all.
+        pid, start: the process, and when it started, in the kernel's clock ticks.
+        node: the host's name, for people.
+        rank: the worker's rank, for people; -1 if it has none.
+        ledger: the process's descriptor of its ledger, which shows at once which timers it holds.
+    """
+
+    host: str
+    pid: Annotated[int, Range(1, 2**22)]
+    start: Size
+    node: str
+    rank: Annotated[int, Range(-1, LARGEST)]
+    ledger: Annotated[int, Range(0, 2**31 - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """A timer that a worker holds.
+
+    Args:
+        scope: the scope that the worker is in.
+        after_ms: how long it may be there in all.
+        until_ms: when that is over, on the host's monotonic clock.
+        wall_ms: the same on its wall clock, for people.
+        slot, token: its place in the worker's ledger, and the value there while it is held.
+    """
+
+    scope: str
+    after_ms: _Ms
+    until_ms: _Ms
+    wall_ms: _Ms
+    slot: Annotated[int, Range(0, MOST_TIMERS - 1)]
+    token: Size
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTimers:
+    """The timers that a worker holds; in a mark, the one that has expired."""
+
+    worker: Worker
+    timers: tuple[Timer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,79 +90,27 @@ class TimerInfo:
     left: float
 
 
-def inform(timer: Timer, host: str, now: float, wall: float) -> TimerInfo:
+def encode(held: HeldTimers) -> bytes:
+    """The record as JSON, with the layout's version."""
+    return dump(held, LAYOUT)
+
+
+def parse_timers(key: str, value: bytes) -> HeldTimers:
+    """The timers in a worker's key, or in a mark. Raises StateError."""
+    raw = load(key, value, LAYOUT)
+    worker = build(Worker, key, part(key, raw, "worker"))
+    return build(HeldTimers, key, {**raw, "worker": worker, "timers": build_each(Timer, key, raw, "timers")})
+
+
+def inform(worker: Worker, timer: Timer, host: str, now: float, wall: float) -> TimerInfo:
     """A timer as seen by a reader on `host`, whose monotonic clock shows `now` and whose wall clock shows `wall`."""
-    worker = timer.worker
-    since = now - timer.at_ms / 1000 if worker.host == host else wall - timer.wall_ms / 1000
-    left = timer.left_ms / 1000 - max(since, 0.0)
+    left = timer.until_ms / 1000 - now if worker.host == host else timer.wall_ms / 1000 - wall
     rank = worker.rank if worker.rank >= 0 else None
-    return TimerInfo(worker.node, worker.pid, rank, timer.scope, timer.after_ms / 1000 - left, left)
-
-
-def due(timer: Timer, me: str, now: float, listed: bool) -> float:
-    """When the server `me`, which learns of a timer now, must handle it.
-
-    The time runs from now. If the timer was `listed`, because it existed before the server began to watch, the time
-    since it was written counts too, by the clock of the worker's host, which is the server's host. A timer that another
-    server has marked as expired is left to that server for `CLAIM_TIMEOUT`.
-    """
-    if timer.expired and timer.expired != me:
-        return now + CLAIM_TIMEOUT
-    passed = max(now - timer.at_ms / 1000, 0.0) if listed else 0.0
-    return now + max(timer.left_ms / 1000 - passed, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry(Generic[T]):
-    """What a server knows about a timer: when it is due, since when it is known, and when to check it next."""
-
-    item: T
-    due: float
-    since: float
-    look_at: float
-
-
-class Book(Generic[T]):
-    """The timers that a server watches, by key. It has no clock: callers pass the times."""
-
-    def __init__(self) -> None:
-        self._entries: dict[Hashable, Entry[T]] = {}
-        self._held_until = -math.inf
-
-    @property
-    def entries(self) -> Mapping[Hashable, Entry[T]]:
-        """All timers that are watched."""
-        return self._entries
-
-    def note(self, key: Hashable, item: T, due: float, now: float) -> None:
-        """Watch a timer. Replaces the entry of the same key."""
-        self._entries[key] = Entry(item, due, now, due)
-
-    def drop(self, key: Hashable) -> None:
-        """Stop watching a timer. Does nothing if it is not watched."""
-        self._entries.pop(key, None)
-
-    def postpone(self, key: Hashable, until: float, item: T | None = None) -> None:
-        """Check a due timer again at `until`; `item`, if given, replaces the entry's item."""
-        if (known := self._entries.get(key)) is not None:
-            self._entries[key] = replace(known, look_at=until, item=known.item if item is None else item)
-
-    def hold(self, until: float) -> None:
-        """Let no timer expire before `until`: the entries may be out of date."""
-        self._held_until = max(self._held_until, until)
-
-    def shift(self, seconds: float) -> None:
-        """Give all timers more time, because the server, and perhaps the workers, did not run for so long."""
-        for key, one in self._entries.items():
-            self._entries[key] = replace(one, due=one.due + seconds, look_at=one.look_at + seconds)
-
-    def expired(self, now: float) -> list[tuple[Hashable, Entry[T]]]:
-        """The timers to check now, the earliest due first; none during a `hold`."""
-        if now < self._held_until:
-            return []
-        found = [(key, one) for key, one in self._entries.items() if one.look_at <= now]
-        return sorted(found, key=lambda pair: pair[1].due)
-
-    def look_at(self) -> float:
-        """When there will be a timer to check; infinity if never."""
-        return max(min((one.look_at for one in self._entries.values()), default=math.inf), self._held_until)
+    return TimerInfo(
+        host=worker.node,
+        pid=worker.pid,
+        rank=rank,
+        scope=timer.scope,
+        age=timer.after_ms / 1000 - left,
+        left=left,
+    )

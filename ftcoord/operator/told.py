@@ -202,7 +202,7 @@ class TimerStatus:
         pid: the worker's pid on that host.
         rank: the worker's rank in its world; None if it has none.
         scope: the scope that the worker is in.
-        standing: running, expired (a timer server has marked it, and handles it) or reaped (it has killed the worker).
+        standing: running or expired (a timer server has marked it, and ends the worker).
         after: seconds that the worker may be there in all.
         until: when it expires, on the wall clock of the worker's host, in seconds since 1970. No decision depends on
             it.

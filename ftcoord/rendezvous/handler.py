@@ -47,10 +47,10 @@ from ftcoord.rendezvous.node import SHUT_DOWN, Node
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.signals import raised_as_exceptions, reason_of, why_process_ends
-from ftcoord.rendezvous.timers import serve_timers
 from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch
 from ftcoord.store import EtcdStore
+from ftcoord.timer.agent import serve_timers
 
 log = logging.getLogger(__name__)
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig
-from ftcoord.core.layout import KEY_PREFIX, timers_span
-from ftcoord.core.timer_records import Timer, parse_timer
-from ftcoord.core.timers import TimerInfo, inform
+from ftcoord.core.layout import KEY_PREFIX, is_expired_key, timers_span
+from ftcoord.core.timers import Timer, TimerInfo, Worker, inform, parse_timers
 from ftcoord.errors import ConfigError, EtcdUnavailable, StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.primitives.feed import Feed
-from ftcoord.primitives.mirror import Change
 from ftcoord.primitives.step_thread import StepThread
-from ftcoord.timer.process import host_id
+from ftcoord.timer.ledger import host_id
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +42,12 @@ def active(
     client's default timeout (5 s).
     """
     with Namespace.open(run, etcd, key_prefix) as place:
-        found = place.etcd.range(Get(timers_span(place.prefix)))
-    timers = [timer for kv in found.kvs if (timer := _timer(kv)) and not timer.expired]
-    return sorted(map(_inform, timers), key=lambda info: info.left)
+        found = place.etcd.range(Get(timers_span(place.prefix))).kvs
+    marks = (timer for kv in found if is_expired_key(kv.key) for _, timer in timers_in(kv))
+    expired = {timer.token for timer in marks}
+    running = (pair for kv in found if not is_expired_key(kv.key) for pair in timers_in(kv))
+    infos = (_inform(worker, timer) for worker, timer in running if timer.token not in expired)
+    return sorted(infos, key=lambda info: info.left)
 
 
 class Subscription(Closing):
@@ -55,78 +57,23 @@ class Subscription(Closing):
     errors, and set `failure`.
     """
 
-    def __init__(self, run: Namespace, callback: Callable[[TimerInfo], object]) -> None:
-        self._reports = _Reports(run, callback)
-        self._cancel_finalizer = concurrency.when_forgotten(self, self._reports.close)
+    def __init__(self, run: Namespace, feed: Feed, callback: Callable[[TimerInfo], object]) -> None:
+        self._failures: list[BaseException] = []
+        # Neither the thread nor what it calls may refer to this object, which could not be forgotten then.
+        step, failed = partial(_report_next, feed, callback), partial(_note_failure, self._failures)
+        self._thread, self._run = StepThread(step, "ftcoord-expired", feed.wake, feed.close, failed), run
+        self._cancel_finalizer = concurrency.when_forgotten(self, _end, self._thread, run)
+        self._thread.start()
 
     @property
     def failure(self) -> BaseException | None:
         """The error that ended it; None while it reports, and after `close()`."""
-        return self._reports.failure
-
-    def begin(self, timeout: float) -> None:
-        """Start. Returns when no later expiry can be missed. Raises EtcdError after `timeout` seconds at most."""
-        self._reports.begin(timeout)
+        return self._failures[0] if self._failures else None
 
     def close(self) -> None:
         """Stop reporting. Waits for a running callback, unless that callback calls this. Idempotent."""
         self._cancel_finalizer()
-        self._reports.close()
-
-
-class _Reports:
-    """The thread of a subscription. Does not refer to the subscription, which can so be garbage-collected."""
-
-    def __init__(self, run: Namespace, callback: Callable[[TimerInfo], object]) -> None:
-        self.failure: BaseException | None = None  # written once, by the thread
-        self._run, self._callback = run, callback  # never change
-        # `begin()`'s thread, and from its end on only our thread:
-        self._feed = Feed(run.etcd, timers_span(run.prefix))
-        self._reported: dict[str, int] = {}  # the token of the timer that was reported last, by key
-        self._thread = StepThread(self._step, "ftcoord-expired", self._feed.wake, self._feed.close, self._note_failure)
-
-    def begin(self, timeout: float) -> None:
-        deadline = concurrency.now() + timeout
-        while not self._feed.synced:
-            news = self._feed.next(deadline - concurrency.now())
-            if news is None:
-                raise EtcdUnavailable(f"etcd began no watch within {timeout:g} s: check that it is up, then try again")
-            for change in news.changes:
-                self._newly_expired(change)  # before this began: not ours to report
-        self._thread.start()
-
-    def close(self) -> None:
-        self._thread.close()
-        self._feed.close()  # also if the thread was never started
-        self._run.close()
-
-    def _step(self) -> None:
-        news = self._feed.next(CLOSED_CHECK_INTERVAL)
-        for change in news.changes if news else ():
-            timer = self._newly_expired(change)
-            if timer is not None and not self._thread.closed:
-                self._report(_inform(timer))
-
-    def _note_failure(self, error: BaseException) -> None:
-        self.failure = error
-        log.error("expired timers are not reported any longer: %s; subscribe again", error)
-
-    def _newly_expired(self, change: Change) -> Timer | None:
-        """The timer that expired with this change, unless it was already reported."""
-        timer = _timer(change.now) if change.now else None
-        if change.now is None:
-            assert change.was is not None
-            self._reported.pop(change.was.key, None)
-        elif timer is not None and timer.expired and self._reported.get(change.now.key) != timer.token:
-            self._reported[change.now.key] = timer.token
-            return timer
-        return None
-
-    def _report(self, info: TimerInfo) -> None:
-        try:
-            self._callback(info)
-        except Exception:  # the user's callback: its failure must not cost the next report
-            log.exception("the callback for %s failed", info)
+        _end(self._thread, self._run)
 
 
 def on_expired(
@@ -155,28 +102,56 @@ def on_expired(
     """
     if not callable(callback):
         raise TypeError("callback must be something to call with a TimerInfo")
-    subscription = Subscription(Namespace.open(run, etcd, key_prefix), callback)
     with ExitStack() as undo:
-        undo.callback(subscription.close)
-        subscription.begin(SUBSCRIPTION_BEGIN_TIMEOUT)
+        place = undo.enter_context(Namespace.open(run, etcd, key_prefix))
+        feed = Feed(place.etcd, timers_span(place.prefix))
+        undo.callback(feed.close)
+        deadline = concurrency.now() + SUBSCRIPTION_BEGIN_TIMEOUT
+        while not feed.synced:  # what it brings until then expired before
+            if feed.next(deadline - concurrency.now()) is None:
+                raise EtcdUnavailable(
+                    f"etcd began no watch within {SUBSCRIPTION_BEGIN_TIMEOUT:g} s: check that it is up, then try again"
+                )
+        subscription = Subscription(place, feed, callback)
         undo.pop_all()
     return subscription
 
 
-def _timer(kv: KeyValue) -> Timer | None:
+def _report_next(feed: Feed, callback: Callable[[TimerInfo], object]) -> None:
+    """A step of a subscription's thread."""
+    news = feed.next(CLOSED_CHECK_INTERVAL)
+    for change in news.changes if news else ():
+        if change.was is None and change.now is not None and is_expired_key(change.now.key):
+            for info in (_inform(worker, timer) for worker, timer in timers_in(change.now)):
+                try:
+                    callback(info)
+                except Exception:  # the user's callback: its failure must not cost the next report
+                    log.exception("the callback for %s failed", info)
+
+
+def _note_failure(failures: list[BaseException], error: BaseException) -> None:
+    failures.append(error)
+    log.error("expired timers are not reported any longer: %s; subscribe again", error)
+
+
+def _end(thread: StepThread, run: Namespace) -> None:
+    thread.close()
+    run.close()
+
+
+def timers_in(kv: KeyValue) -> list[tuple[Worker, Timer]]:
+    """The timers in a key; none, with a warning, if it holds something else."""
     try:
-        return parse_timer(kv.key, kv.value)
+        held = parse_timers(kv.key, kv.value)
     except StateError as error:
-        log.warning("%s", error)
-        return None
+        log.warning("no timer: %s", error)
+        return []
+    return [(held.worker, timer) for timer in held.timers]
 
 
-def _inform(timer: Timer) -> TimerInfo:
-    return inform(timer, _here(), concurrency.now(), concurrency.wall())
-
-
-def _here() -> str:
+def _inform(worker: Worker, timer: Timer) -> TimerInfo:
     try:
-        return host_id()
+        here = host_id()
     except ConfigError:  # not Linux: it has no timers of its own, but may read those of others
-        return ""
+        here = ""
+    return inform(worker, timer, here, concurrency.now(), concurrency.wall())

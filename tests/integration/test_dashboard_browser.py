@@ -16,9 +16,8 @@ from ftcoord.core import death_records
 from ftcoord.core.death_records import Death
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, death_key, member_id, member_of, members_span, run_prefix
-from ftcoord.core.timer_records import RELEASED
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.etcd.api import Get
+from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 
 pytestmark = pytest.mark.browser
@@ -214,7 +213,7 @@ def test_timers_are_shown_until_they_are_released(browser: Browser, address: str
     browser.open(f"{address}/?job=page%20timers")
     browser.shows("<img src=x", "#timers table")
     browser.shows("of 60 s", "#timers table")
-    client.put(key, RELEASED)
+    client.delete(Span(key))
     eventually(lambda: browser.run("document.getElementById('timers')") is None, "it is gone")
     assert browser.said == []
 

@@ -1,4 +1,4 @@
-"""Heartbeats on a real etcd, and the keys under a lease that they and the timers stand on."""
+"""Heartbeats on a real etcd, and the key under a lease that they and the timers stand on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.core.layout import KEY_PREFIX, heartbeats_span, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
-from ftcoord.etcd.api import Compare, Get, KeyValue, Op, TxnResult
+from ftcoord.etcd.api import Compare, Get, KeyValue, Op, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.heartbeat import HeartbeatWatch
-from ftcoord.primitives.leased_keys import LeasedKeys
+from ftcoord.primitives.leased_key import LeasedKey
 
 
 class Events:
@@ -116,7 +116,7 @@ def test_without_etcd_there_is_no_heartbeat(fragile: EtcdServer, monkeypatch: py
         pytest.fail("there is none")
 
 
-# -- keys under a lease -----------------------------------------------------------------------------------------------
+# -- a key under a lease -----------------------------------------------------------------------------------------------
 
 
 class Unreliable(EtcdClient):
@@ -145,9 +145,9 @@ class Unreliable(EtcdClient):
 
 
 @pytest.fixture
-def keys(client: EtcdClient, prefix: str, request: pytest.FixtureRequest) -> Iterator[LeasedKeys]:
+def key(client: EtcdClient, prefix: str, request: pytest.FixtureRequest) -> Iterator[LeasedKey]:
     etcd = Unreliable(client, request.param) if hasattr(request, "param") else client
-    made = LeasedKeys(etcd, 10, lambda name, lease: f"{prefix}/{name}", "things")
+    made = LeasedKey(etcd, 10, lambda lease: f"{prefix}/a", "things")
     yield made
     made.close(5)
 
@@ -155,64 +155,56 @@ def keys(client: EtcdClient, prefix: str, request: pytest.FixtureRequest) -> Ite
 FATES = [("ok",), ("lost", "ok"), ("late", "ok"), ("lost", "late", "ok", "late", "late", "ok", "ok")]
 
 
-@pytest.mark.parametrize("keys", FATES, indirect=True, ids=" ".join)
+@pytest.mark.parametrize("key", FATES, indirect=True, ids=" ".join)
 def test_the_last_value_stays_whatever_becomes_of_the_others(
-    keys: LeasedKeys, client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
+    key: LeasedKey, client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A write that arrives late does not bring back what was replaced or emptied."""
-    monkeypatch.setattr("ftcoord.primitives.leased_keys.KEYS_RETRY_PAUSE", 0.01)
+    """A write that arrives late does not bring back what was replaced, also if that is wanted again."""
+    monkeypatch.setattr("ftcoord.primitives.step_thread.STEP_RETRY_PAUSE", 0.01)
     for number in range(12):
-        keys.put("a", lambda: b"%d" % number)  # noqa: B023 - rendered when it is written
-        keys.put("b", lambda: b"%d" % number)  # noqa: B023
-        keys.wait("a", 0.02 * number, through_outage=True)
-        keys.put("b", lambda: b"")
-    keys.put("a", lambda: b"last")
-    for name in ("a", "b"):
-        assert keys.wait(name, DEADLINE, through_outage=True)
-    values = {name: kv.value if (kv := client.get(f"{prefix}/{name}").one) else b"" for name in ("a", "b")}
-    assert values == {"a": b"last", "b": b""}
-
-
-def test_what_was_never_there_is_not_emptied(keys: LeasedKeys, client: EtcdClient, prefix: str) -> None:
-    keys.put("a", lambda: b"")
-    assert keys.wait("a", DEADLINE)
-    assert client.get(f"{prefix}/a").one is None
-
-
-def test_somebody_elses_word_is_overwritten(keys: LeasedKeys, client: EtcdClient, prefix: str) -> None:
-    """As a timer's server writes that it has expired, and the worker that it goes on."""
-    keys.put("a", lambda: b"mine")
-    assert keys.wait("a", DEADLINE)
-    client.put(f"{prefix}/a", b"theirs")
-    keys.put("a", lambda: b"mine again")
-    assert keys.wait("a", DEADLINE)
+        key.put(b"%d" % (number % 3))
+        key.wait(0.02 * number, through_outage=True)
+    key.put(b"last")
+    assert key.wait(DEADLINE, through_outage=True)
     found = client.get(f"{prefix}/a").one
     assert found is not None
-    assert found.value == b"mine again"
+    assert found.value == b"last"
 
 
-def test_they_end_with_their_owner(keys: LeasedKeys, client: EtcdClient, prefix: str) -> None:
-    keys.put("a", lambda: b"1")
-    assert keys.wait("a", DEADLINE)
-    assert in_fork(lambda: keys.put("a", lambda: b"2")) == ForkedProcessError.__name__
-    assert in_fork(lambda: keys.close(1)) == "False"
-    keys.close(5)
+def test_somebody_elses_word_is_overwritten(key: LeasedKey, client: EtcdClient, prefix: str) -> None:
+    key.put(b"mine")
+    assert key.wait(DEADLINE)
+    for theirs in (lambda: client.put(f"{prefix}/a", b"theirs"), lambda: client.delete(Span(f"{prefix}/a"))):
+        theirs()
+        key.put(b"mine again")
+        assert key.wait(DEADLINE)
+        found = client.get(f"{prefix}/a").one
+        assert found is not None
+        assert found.value == b"mine again"
+
+
+def test_it_ends_with_its_owner(key: LeasedKey, client: EtcdClient, prefix: str) -> None:
+    key.put(b"1")
+    assert key.wait(DEADLINE)
+    assert in_fork(lambda: key.put(b"2")) == ForkedProcessError.__name__
+    assert in_fork(lambda: key.close(1)) == "None"
+    key.close(5)
     assert client.get(f"{prefix}/a").one is None
     with pytest.raises(ClientClosed):
-        keys.put("a", lambda: b"2")
+        key.put(b"2")
 
 
 def test_in_an_outage_one_waits_and_then_nobody(fragile: EtcdServer) -> None:
     with fragile.get_client() as client:
-        keys = LeasedKeys(client, 10, lambda name, lease: f"/{name}", "things")
-        keys.put("a", lambda: b"1")
-        assert keys.wait("a", DEADLINE)
+        key = LeasedKey(client, 10, lambda lease: "/a", "things")
+        key.put(b"1")
+        assert key.wait(DEADLINE)
         fragile.pause()
-        keys.put("a", lambda: b"2")
-        assert not keys.wait("a", 0.2)
-        keys.put("a", lambda: b"3")
-        assert not keys.wait("a", DEADLINE)  # at once, or the test takes too long
+        key.put(b"2")
+        assert not key.wait(0.2)
+        key.put(b"3")
+        assert not key.wait(DEADLINE)  # at once, or the test takes too long
         fragile.resume()
-        assert keys.wait("a", DEADLINE, through_outage=True)
-        keys.close(5)
+        assert key.wait(DEADLINE, through_outage=True)
+        key.close(5)
         eventually(lambda: client.get("/a").one is None, "its end")

@@ -183,4 +183,4 @@ def test_a_store_timers_and_heartbeats(
         client.release("scope")
     client.close()
     server.stop()
-    assert {"ExactlyOnceWriter._lock", "EtcdTimerClient._lock", "WantedKeys._changed"} <= recorder.names
+    assert {"ExactlyOnceWriter._lock", "EtcdTimerClient._lock", "LeasedKey._changed"} <= recorder.names

@@ -12,7 +12,6 @@ import pytest
 from accidents import Forgetful, Rewinding, cut_off, settle
 from helpers import DEADLINE, eventually
 
-from ftcoord.core.layout import timer_key
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Put, Span, WatchItem
@@ -21,7 +20,6 @@ from ftcoord.heartbeat import Heartbeat, watch_heartbeats
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.timer.requests import EtcdRequestQueue
 
 MISSED = "missed a change"
 
@@ -145,17 +143,6 @@ def test_the_end_of_a_heartbeat_that_was_never_seen_is_no_news(door: Forgetful, 
                 door.loses = lambda key: "unseen" in key and door.lost == 1  # its parting words
         last = next(events)
         assert (last.kind, last.name) == ("lost", "seen first")
-
-
-def test_the_end_of_a_timer_that_was_never_seen_is_no_news(door: Forgetful, prefix: str) -> None:
-    requests = EtcdRequestQueue(door, prefix, "host")
-    eventually(lambda: requests.size() == 0 and requests.began, what="the watch")
-    key = timer_key(prefix, "host", 1, "0")
-    with door.losing(key):
-        door.txn((), [Put(key, b"")])
-    door.txn((), [Delete(Span(key))])
-    eventually(lambda: requests.size() == 0 and requests.began > 2, what="that it has read again")
-    requests.close()
 
 
 # -- an etcd that lost what it had ------------------------------------------------------------------------------------

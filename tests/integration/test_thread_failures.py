@@ -24,7 +24,7 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.watch import WatchHub
 from ftcoord.heartbeat import Heartbeat
 from ftcoord.primitives.informer import Informer
-from ftcoord.primitives.leased_keys import LeasedKeys
+from ftcoord.primitives.leased_key import LeasedKey
 from ftcoord.primitives.renewal import KeptLease, Renewer
 from ftcoord.primitives.session import Session
 from ftcoord.rendezvous import policy
@@ -32,8 +32,9 @@ from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.seat import SeatHolder
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
+from ftcoord.timer import listing
 from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.listing import _Reports, on_expired
+from ftcoord.timer.listing import on_expired
 from ftcoord.timer.server import EtcdTimerServer
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -132,34 +133,33 @@ def test_an_informer_that_is_closed_tells_nothing(client: EtcdClient, prefix: st
     assert not failures
 
 
-def test_keys_whose_thread_fails_raise(client: EtcdClient, prefix: str) -> None:
-    keys = LeasedKeys(client, 10, lambda name, lease: f"{prefix}/{name}", "things")
-    keys.put("a", fail)
+def test_a_key_whose_thread_fails_raises(client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeasedKey, "_write", fail)
+    key = LeasedKey(client, 10, lambda lease: f"{prefix}/a", "things")
+    key.put(b"1")
     begun = time.monotonic()
-    with pytest.raises(ThreadFailed, match=r"keeps things in etcd.*made by the test"):
-        keys.wait("a", 10 * DEADLINE)
+    with pytest.raises(ThreadFailed, match="keeps things in etcd"):
+        key.wait(10 * DEADLINE)
     assert time.monotonic() - begun < DEADLINE
-    with pytest.raises(ThreadFailed):
-        keys.put("b", lambda: b"")
-    keys.close(DEADLINE)
+    key.close(DEADLINE)
 
 
 def test_keys_whose_client_is_closed_raise(etcd: EtcdServer, prefix: str) -> None:
     with etcd.get_client() as own:
-        keys = LeasedKeys(own, 10, lambda name, lease: f"{prefix}/{name}", "things")
-        keys.put("a", lambda: b"1")
-        assert keys.wait("a", DEADLINE)
-    keys.put("a", lambda: b"2")
+        key = LeasedKey(own, 10, lambda lease: f"{prefix}/a", "things")
+        key.put(b"1")
+        assert key.wait(DEADLINE)
+    key.put(b"2")
     with pytest.raises(ClientClosed, match="not kept in etcd any longer"):
-        keys.wait("a", 10 * DEADLINE, through_outage=True)
-    keys.close(DEADLINE)
+        key.wait(10 * DEADLINE, through_outage=True)
+    key.close(DEADLINE)
 
 
 def test_a_heartbeat_whose_thread_fails_raises(
     client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Heartbeat(prefix.strip("/"), "me", 10, etcd=client) as heartbeat:
-        monkeypatch.setattr(LeasedKeys, "_step", fail)
+        monkeypatch.setattr(LeasedKey, "_write", fail)
         with pytest.raises(ThreadFailed):
             heartbeat.update({"step": 1})
 
@@ -211,11 +211,11 @@ def test_timers_of_a_worker_raise_nothing_and_say_so(
     client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     timers = EtcdTimerClient(prefix.strip("/"), client, timeout=DEADLINE)
-    monkeypatch.setattr(LeasedKeys, "_step", fail)
+    monkeypatch.setattr(LeasedKey, "_write", fail)
     for _ in range(3):
         timers.acquire("scope", time.time() + 600)
         timers.release("scope")
-    said = [one for one in caplog.records if "nobody guards it" in one.message]
+    said = [one for one in caplog.records if "these timers are not kept in etcd any longer" in one.message]
     assert [one.levelno for one in said].count(logging.ERROR) == 1
     timers.close()
     with pytest.raises(ClientClosed):
@@ -244,7 +244,7 @@ def test_a_subscription_says_what_ended_it(
         closed = on_expired(run, lambda info: None, own)
         assert closed.failure is None
     assert isinstance(eventually(lambda: closed.failure, "the end"), ClientClosed)
-    monkeypatch.setattr(_Reports, "_step", fail)
+    monkeypatch.setattr(listing, "_report_next", fail)
     failed = on_expired(run, lambda info: None, client)
     assert isinstance(eventually(lambda: failed.failure, "the end"), MemoryError)
     for subscription in (closed, failed):

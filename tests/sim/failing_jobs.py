@@ -29,11 +29,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from virtual import MemoryEtcd, Scheduler
 
 from ftcoord import concurrency
-from ftcoord.core import timer_records
+from ftcoord.core import timers as records
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.layout import KEY_PREFIX, decided_key, members_span, timer_key
+from ftcoord.core.layout import KEY_PREFIX, decided_key, members_span, timers_key
 from ftcoord.core.rendezvous_records import ROLLS, AnyRound, parse_decided
-from ftcoord.core.timer_records import Timer
 from ftcoord.core.timers import TimerInfo
 from ftcoord.etcd.api import Event, Get, Put
 from ftcoord.etcd.namespace import Namespace
@@ -291,9 +290,9 @@ class Node(Role):
     ) -> Callable[[], None]:
         """The real server, on a thread of the simulation's."""
         server = timers.EtcdTimerServer(Namespace(prefix, etcd), expiring=expiring, reap=self._reap)
-        resources = server._resources
-        resources.thread = concurrency.thread(partial(timers._watch, weakref.ref(server), resources), "watchdog")
-        resources.thread.start()
+        thread = concurrency.thread(partial(timers._watch, weakref.ref(server), server._stopping), "watchdog")
+        server._threads.append(thread)
+        thread.start()
         return server.stop
 
     def _reap(self, timer: TimerInfo) -> bool:
@@ -305,11 +304,13 @@ class Node(Role):
     def enters(self, worker: Worker, scope: str, seconds: float) -> None:
         """A worker acquires a timer, and hangs."""
         lease = self.process.client.grant(WORKER_TTL).id
-        known, now = worker.known, int(1000 * self.job.scheduler.time)
-        what = timer_records.Worker(self.name, known.pid, 1, self.name, known.rank, 3, WORKER_TTL)
-        timer = Timer(what, scope, int(1000 * seconds), int(1000 * seconds), now, now, 0, known.pid)
-        key = timer_key(RUN, self.name, lease, "0")
-        self.process.client.txn((), [Put(key, timer_records.encode(timer), lease)])
+        known, until = worker.known, int(1000 * (self.job.scheduler.time + seconds))
+        what = records.Worker(self.name, known.pid, start=1, node=self.name, rank=known.rank, ledger=3)
+        timer = records.Timer(
+            scope, after_ms=int(1000 * seconds), until_ms=until, wall_ms=until, slot=0, token=known.pid
+        )
+        key = timers_key(RUN, self.name, lease)
+        self.process.client.txn((), [Put(key, records.encode(records.HeldTimers(what, (timer,))), lease)])
 
     def runs_worker(self, pid: int) -> bool:
         return any(one.known.pid == pid and one.status is None for one in self.workers)
@@ -395,8 +396,7 @@ def kernel_of(job: Job) -> Iterator[None]:
         put(handlers, "why_process_ends", lambda: reason_of(job.node_now.ended))
         put(handlers, "construct_and_record_rdzv_event", record)
         put(timers, "host_id", lambda: job.node_now.name)
-        put(timers, "lives", lambda worker: job.node_now.runs_worker(worker.pid))
-        put(timers, "holds", lambda *_: True)
+        put(timers, "holds", lambda _prefix, worker, _timer: job.node_now.runs_worker(worker.pid))
         yield
 
 

@@ -36,7 +36,7 @@ from ftcoord.heartbeat import Heartbeat, watch_heartbeats
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter, Fence
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.informer import Informer
-from ftcoord.primitives.leased_keys import LeasedKeys
+from ftcoord.primitives.leased_key import LeasedKey
 from ftcoord.primitives.mirror import Mirror
 from ftcoord.primitives.renewal import INTRODUCED_AFTER, KeptLease
 from ftcoord.primitives.sentinel import SentinelFor
@@ -752,33 +752,30 @@ def test_no_change_is_taken_for_a_missed_one(world: World) -> None:
     feed.close()
 
 
-# -- keys that a thread keeps as they should be -----------------------------------------------------------------------
+# -- a key that a thread keeps at its wanted value ---------------------------------------------------------------------
 
 
 @simulated
-def test_leased_keys_come_to_say_what_they_should(world: World) -> None:
+def test_a_leased_key_comes_to_have_the_wanted_value(world: World) -> None:
     """Whatever gets lost or late, and though the lease ends now and then."""
     chance = random.Random(world.seed)
     client = world.etcd.client(wild(world.seed))
-    keys = LeasedKeys(client, TTL, lambda name, lease: f"/l/{name}/{lease:x}", "tests")
-    wanted: dict[str, bytes] = {}
-    for number in range(12):
-        name = f"{chance.randrange(3)}"
-        wanted[name] = b"" if chance.random() < 0.3 else b"%d" % number
-        keys.put(name, lambda value=wanted[name]: value)
+    key, wanted = LeasedKey(client, TTL, lambda lease: f"/l/{lease:x}", "tests"), b""
+    for _ in range(12):
+        wanted = b"%d" % chance.randrange(3)
+        key.put(wanted)
         if chance.random() < 0.2:
             for kv in world.observer.range(Get(Span("/l/", is_prefix=True))).kvs[:1]:
                 world.etcd.expire(kv.lease)
         world.sleep(chance.uniform(0, 2))
-    expected = {name: value for name, value in wanted.items() if value}
 
-    def there() -> dict[str, bytes]:
-        return {key.split("/")[2]: value for key, value in world.keys("/l/").items() if value}
+    def there() -> list[bytes]:
+        return list(world.keys("/l/").values())
 
-    world.until(lambda: there() == expected, "they say what they should")
+    world.until(lambda: there() == [wanted], "the wanted value")
     world.sleep(10)  # also when all that was late has arrived
-    assert there() == expected
-    keys.close(5)
+    assert there() == [wanted]
+    key.close(5)
 
 
 @simulated

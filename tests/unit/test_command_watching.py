@@ -7,13 +7,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from held import TIMER, expired_kv, timers_kv
 
 from ftcoord.commands.output import Terminal
 from ftcoord.commands.watching import _Show
-from ftcoord.core import timer_records
-from ftcoord.core.layout import decided_key, member_id, member_key, quorum_prefix, run_prefix, timer_key
+from ftcoord.core.layout import decided_key, member_id, member_key, quorum_prefix, run_prefix
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Seat, encode
-from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
@@ -87,26 +86,17 @@ def test_one_that_lost_etcd_says_so_once_and_shows_what_there_is_now_when_it_is_
     assert screen.show.code() == 1
 
 
-def held(**fields: object) -> tuple[KeyValue, ...]:
-    worker = Worker("h1", 7, 1000, "node7", 3, 5, 10)
-    timer = Timer(worker, "step\x1b", after_ms=5000, left_ms=4000, at_ms=9, wall_ms=1_000_000, slot=0, token=1)
-    changed = replace(timer, **fields)  # type: ignore[arg-type]
-    return (KeyValue(timer_key(RUN, "h1", 1, "0"), timer_records.encode(changed), 1, 1, 1, 1),)
-
-
 def test_a_timer_that_runs_or_is_released_makes_no_line_and_one_that_expires_does() -> None:
     """A worker may hold another one at each of its steps."""
     screen = Screen()
     screen.hear(keys("finished"))
-    screen.timers = held()
+    screen.timers = (timers_kv(RUN),)
     assert screen.hear(None) == []
-    screen.timers = held(token=2, wall_ms=1_009_000)
+    screen.timers = (timers_kv(RUN, replace(TIMER, token=2, wall_ms=1_009_000)),)
     assert screen.hear(None) == []
-    screen.timers = held(expired="server")
+    screen.timers = (timers_kv(RUN), expired_kv(RUN))
     (line,) = screen.hear(None)
     assert [one["standing"] for one in json.loads(line)["status"]["timers"]] == ["expired"]
-    screen.timers = held(expired="server", reaped=True)
-    assert len(screen.hear(None)) == 1
     screen.timers = ()
     assert len(screen.hear(None)) == 1
 
@@ -126,7 +116,7 @@ def test_an_etcd_that_stalls_while_it_is_asked_for_timers_is_lost_at_once() -> N
 def test_a_screen_that_is_redrawn_shows_each_timer() -> None:
     screen = Screen("table", Tty())
     screen.hear(keys("finished"))
-    screen.timers = held()
+    screen.timers = (timers_kv(RUN),)
     assert any("node7" in line for line in screen.hear(None))
     screen.timers = ()
     shown = screen.hear(None)
@@ -137,7 +127,8 @@ def test_a_screen_that_is_redrawn_shows_each_timer() -> None:
 def test_a_line_names_the_timer_that_expired() -> None:
     screen = Screen("table")
     screen.hear(keys("finished"))
-    screen.timers = held(expired="server")
+    late = replace(TIMER, scope="step\x1b")
+    screen.timers = (timers_kv(RUN, late), expired_kv(RUN, late))
     (line,) = screen.hear(None)
     assert r"timer expired: 'step\x1b' of node7 (pid 7)" in line
 

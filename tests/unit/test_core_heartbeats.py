@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftcoord.core.heartbeat_records import Beat, encode, parse_beat
-from ftcoord.core.heartbeats import HeartbeatEvent, Roll
+from ftcoord.core.heartbeats import Beat, HeartbeatEvent, Roll, encode, parse_beat
 from ftcoord.core.layout import heartbeat_key
 from ftcoord.errors import StateError
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from held import timers_kv
 
 from ftcoord.coordination.rank_frames import encode_call, parse_call
 from ftcoord.coordination.ranks import RankRequest
-from ftcoord.core import quorum_records, rendezvous_records, strict, timer_records
+from ftcoord.core import quorum_records, rendezvous_records, strict
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.heartbeat_records import Beat, parse_beat
-from ftcoord.core.heartbeat_records import encode as encode_beat
-from ftcoord.core.layout import timer_key
+from ftcoord.core.heartbeats import Beat, parse_beat
+from ftcoord.core.heartbeats import encode as encode_beat
 from ftcoord.core.quorum_head import encode_quorum, parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.core.rendezvous_records import (
@@ -25,15 +25,13 @@ from ftcoord.core.rendezvous_records import (
     parse_decided,
     parse_join_request,
 )
-from ftcoord.core.timer_records import Timer, Worker, parse_timer
+from ftcoord.core.timers import MOST_TIMERS, parse_timers
 from ftcoord.errors import StateError
 
-KEY = timer_key("/run", "h1", 0xAB, "1")
+KEY = timers_kv("/run").key
 REQUEST = QuorumRequest("a", "here", "there", 1, 2, False, "", 0, ("h",))
 QUORUM, ROSTER = encode_quorum(QuorumRecord(7, 7, (), (), 0.0))
 ASK = JoinRequest("n", "host", 1, 0, "host", "x", 1, 2)
-WORKER = Worker(host="h1", pid=7, start=1000, node="node7", rank=3, ledger=5, ttl=10)
-TIMER = Timer(WORKER, "scope", after_ms=60_000, left_ms=50_000, at_ms=100_000, wall_ms=5_000_000, slot=1, token=99)
 
 Parse = Callable[[str, bytes], object]
 RECORDS: dict[str, tuple[Parse, bytes]] = {
@@ -42,7 +40,7 @@ RECORDS: dict[str, tuple[Parse, bytes]] = {
     "join": (parse_join_request, rendezvous_records.encode(ASK)),
     "round": (parse_decided, rendezvous_records.encode(Round(1, (), "", 0))),
     "head": (parse_decided, rendezvous_records.encode(RoundHead(1, 1, "1-a-b", 1, "", 0))),
-    "timer": (parse_timer, timer_records.encode(TIMER)),
+    "timers": (parse_timers, timers_kv("/run").value),
     "beat": (parse_beat, encode_beat(Beat("a", ""))),
 }
 COUNT = (0, strict.LARGEST_COUNT)
@@ -63,13 +61,12 @@ RANGES = [
     ("head", "number", *COUNT),
     ("head", "size", 1, strict.LARGEST_COUNT),
     ("head", "chunks", 1, 2**20),
-    ("timer", "slot", 0, timer_records.SLOTS - 1),
-    ("timer", "token", 0, strict.LARGEST),
-    ("timer", "left_ms", 0, 10**15),
-    ("timer", "at_ms", 0, 10**15),
-    ("timer", "worker.pid", 1, 2**22),
-    ("timer", "worker.ledger", -1, 2**31 - 1),
-    ("timer", "worker.ttl", 1, 3600),
+    ("timers", "timers.0.slot", 0, MOST_TIMERS - 1),
+    ("timers", "timers.0.token", 0, strict.LARGEST),
+    ("timers", "timers.0.until_ms", 0, 10**15),
+    ("timers", "timers.0.wall_ms", 0, 10**15),
+    ("timers", "worker.pid", 1, 2**22),
+    ("timers", "worker.ledger", 0, 2**31 - 1),
 ]
 
 
@@ -96,10 +93,10 @@ def test_every_number_has_its_range(record: str, path: str, lowest: int, highest
         assert path.rpartition(".")[2] in str(caught.value)
 
 
-TEXTS = ["replica.request.address", "join.host", "timer.scope"]
+TEXTS = ["replica.request.address", "join.host", "timers.timers.0.scope"]
 
 
-@pytest.mark.parametrize("path", [*TEXTS, "beat.name", "round.before"])
+@pytest.mark.parametrize("path", [*TEXTS, "timers.timers.0.scope", "beat.name", "round.before"])
 def test_half_a_character_is_no_text(path: str) -> None:
     record, _, field = path.partition(".")
     parse, value = RECORDS[record]

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from held import timers_kv
 from helpers import DEADLINE, eventually
 from page_calls import TOKEN, Answer, Clerk, Site, numbers
 from prometheus_client.core import GaugeMetricFamily
 from virtual import MemoryClient, MemoryEtcd
 
-from ftcoord.core import event_records, rendezvous_records, timer_records
+from ftcoord.core import event_records, rendezvous_records
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import (
     death_key,
@@ -25,10 +26,8 @@ from ftcoord.core.layout import (
     member_key,
     members_span,
     run_prefix,
-    timer_key,
 )
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, Seat, parse_decided
-from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.dashboard import app as apps
 from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
@@ -284,9 +283,8 @@ def test_who_is_to_leave_and_which_timers_run_is_streamed(site: Site) -> None:
     site.may_act()
     write_round(site.client, "x", "y")
     site.order(what="drain", name="x")
-    worker = Worker("h1", 7, 1000, "node7", 3, 5, 10)
-    timer = Timer(worker, "step", after_ms=5000, left_ms=4000, at_ms=9, wall_ms=1_000_000, slot=0, token=1)
-    site.client.put(timer_key(RUN, "h1", 1, "0"), timer_records.encode(timer))
+    kv = timers_kv(RUN)
+    site.client.put(kv.key, kv.value)
     (page, *_) = site.get("/api/job", job="a/b", until=lambda told: bool(told.events("page"))).events("page")
     standings = {row["node"]: row["standing"] for row in page["page"]["rounds"]["members"]["rows"]}
     assert standings["x"] == "draining"

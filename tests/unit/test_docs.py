@@ -20,7 +20,7 @@ from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 from ftcoord.core.heartbeats import Beat
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord
 from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead
-from ftcoord.core.timers import Timer
+from ftcoord.core.timers import HeldTimers, Timer
 from ftcoord.rendezvous import settings
 
 ROOT = Path(__file__).parents[2]
@@ -228,7 +228,7 @@ def test_the_hooks_run_the_checks_of_make_lint() -> None:
 
 
 RECORDS = (JoinRequest, Round, RoundHead, RollChunk, ReplicaRecord, QuorumRecord)
-RECORDS += (Timer, Beat, Death, HistoryEvent, WorkerFailure)
+RECORDS += (HeldTimers, Timer, Beat, Death, HistoryEvent, WorkerFailure)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)

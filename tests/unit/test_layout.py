@@ -52,14 +52,15 @@ KEYS = {
     "events_span": layout.events_span(RUN).start,
     "event_key": layout.event_key(RUN, 7, HEX, 0),
     "timers_span": layout.timers_span(RUN, "host").start,
-    "timer_key": layout.timer_key(RUN, "host", LEASE, "slot"),
+    "timers_key": layout.timers_key(RUN, "host", LEASE),
+    "expired_key": layout.expired_key(RUN, "host", LEASE),
     "heartbeats_span": layout.heartbeats_span(RUN).start,
     "heartbeat_key": layout.heartbeat_key(RUN, "name", LEASE),
 }
 """By function: a key that it names, or the beginning of those that it names."""
 
 NO_KEYS = {"run_prefix", "quorum_prefix", "encode_key", "decode_key", "member_id", "member_of", "number_of"}
-NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "event_revision", "spans_but_history"}
+NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "is_expired_key", "event_revision", "spans_but_history"}
 """Functions of `core.layout` that name no key of their own."""
 
 
@@ -175,7 +176,7 @@ def test_a_key_that_names_no_round_has_no_number(name: str) -> None:
     ("one", "other"),
     [
         (Span(layout.round_store_prefix("/p", 1), True), layout.round_store_prefix("/p", 12)),
-        (layout.timers_span("/p", "a"), layout.timer_key("/p", "ab", LEASE, "0")),
+        (layout.timers_span("/p", "a"), layout.timers_key("/p", "ab", LEASE)),
         (layout.store_queue_span("s/", "a"), layout.store_queue_span("s/", "a/b").start),
         (Span(layout.run_prefix("/f", "a"), True), layout.run_prefix("/f", "b/a")),
     ],

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from held import TIMER, WORKER, expired_kv, timers_kv
 
 from ftcoord.commands.looking import status_lines
 from ftcoord.commands.output import Terminal, to_json
-from ftcoord.core import death_records, quorum_head, quorum_records, rendezvous_records, timer_records
+from ftcoord.core import death_records, quorum_head, quorum_records, rendezvous_records
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import (
     death_key,
@@ -23,14 +24,12 @@ from ftcoord.core.layout import (
     roll_key,
     roster_key,
     run_prefix,
-    timer_key,
 )
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_history import FAILED_COMMITS
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, chunks_of, head_of, roll_id
 from ftcoord.core.round_situation import RoundOptions
-from ftcoord.core.timer_records import Timer, Worker
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
 from ftcoord.operator.status import Rules, foremost, members_of, tell_job, with_leases
@@ -129,20 +128,14 @@ def test_a_node_that_is_to_leave_is_draining_until_it_has_left() -> None:
     assert [one.standing for one in left.members] == ["waiting"]
 
 
-def timer(slot: str, host: str = "h1", **fields: Any) -> KeyValue:
-    worker = Worker(host, 7, 1000, "node7", 3, 5, 10)
-    held = Timer(worker, "step", after_ms=5000, left_ms=4000, at_ms=9, wall_ms=1_000_000, slot=0, token=1)
-    return kv(timer_key(RUN, "h1", 1, slot), timer_records.encode(replace(held, **fields)), lease=1)
-
-
 def timers(*kvs: KeyValue) -> JobStatus:
     return tell_job(JobKeys("job", 9, GroupKeys(RUN), GroupKeys(QUORUM), 5, kvs), Rules())
 
 
 def test_timers_are_told_as_they_expire() -> None:
-    released = kv(timer_key(RUN, "h1", 1, "9"), timer_records.RELEASED)
-    late, nobody = timer("1", left_ms=9000), timer("2", worker=Worker("h1", 8, 1000, "node7", -1, 5, 10), left_ms=1)
-    found = timers(late, released, timer("0"), nobody)
+    late = timers_kv(RUN, replace(TIMER, wall_ms=1_009_000), TIMER)
+    nobody = timers_kv(RUN, replace(TIMER, wall_ms=1_000_001), worker=replace(WORKER, pid=8, rank=-1), lease=2)
+    found = timers(late, nobody)
     assert [(one.pid, one.rank, one.until) for one in found.timers] == [(8, None, 1000.001), (7, 3, 1004), (7, 3, 1009)]
     assert found.timers[1] == TimerStatus("node7", 7, 3, "step", "running", 5.0, 1004.0)
     assert json.loads(to_json(found))["timers"][1]["standing"] == "running"
@@ -150,19 +143,21 @@ def test_timers_are_told_as_they_expire() -> None:
 
 
 def test_a_timer_that_expired_is_told_so_until_its_worker_is_gone() -> None:
-    found = timers(timer("0", expired="server"), timer("1", expired="server", reaped=True))
-    assert [one.standing for one in found.timers] == ["expired", "reaped"]
+    found = timers(timers_kv(RUN, TIMER, replace(TIMER, token=2, slot=1, wall_ms=2_000_000)), expired_kv(RUN))
+    assert [one.standing for one in found.timers] == ["expired", "running"]
+    assert timers(expired_kv(RUN)).timers == ()
 
 
 def test_what_is_no_timer_is_not_counted() -> None:
-    found = timers(kv(timer_key(RUN, "h1", 1, "0"), b"{"), timer("1", host="h2"))
+    odd = timers_kv(RUN)._replace(value=b"{")
+    found = timers(odd)
     assert (found.timers, found.healthy) == ((), False)
-    assert [one.key for one in found.unreadable] == [timer_key(RUN, "h1", 1, "0"), timer_key(RUN, "h1", 1, "1")]
+    assert [one.key for one in found.unreadable] == [odd.key]
 
 
 def test_a_table_shows_who_holds_which_timer_until_when() -> None:
-    hostile = timer("0", scope=HOSTILE, wall_ms=10**18)
-    lines = list(status_lines(timers(timer("1"), hostile), Terminal(out=io.StringIO()), 1))
+    hostile = timers_kv(RUN, replace(TIMER, scope=HOSTILE, wall_ms=10**15), lease=2)
+    lines = list(status_lines(timers(timers_kv(RUN), hostile), Terminal(out=io.StringIO()), 1))
     at = lines.index("timers (2):")
     assert lines[at + 1].split() == ["RANK", "HOST", "PID", "SCOPE", "STANDING", "EXPIRES", "LEFT", "OF"]
     assert lines[at + 2].split()[:5] == ["3", "node7", "7", "step", "running"]

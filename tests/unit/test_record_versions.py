@@ -12,7 +12,7 @@ from invariants import check_round
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core.death_records import Death
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure
-from ftcoord.core.heartbeat_records import Beat
+from ftcoord.core.heartbeats import Beat
 from ftcoord.core.layout import decided_key, member_id, member_key
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_head import Column, JoinedSeat, QuorumHead, RosterSeat, encode_quorum, parse_quorum
@@ -42,7 +42,8 @@ from ftcoord.core.rendezvous_records import (
 from ftcoord.core.rendezvous_records import encode as encode_round
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.strict import V4, VERSION
-from ftcoord.core.timer_records import Timer, Worker
+from ftcoord.core.timers import LAYOUT as TIMERS_LAYOUT
+from ftcoord.core.timers import HeldTimers, Timer, Worker
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
@@ -73,16 +74,19 @@ OTHERS: Final = {
     Beat: "name data left",
     Death: "cause wall_ms",
     HistoryEvent: "kind number who node reason failures noted by wall_ms since_ms member",
-    Timer: "worker scope after_ms left_ms at_ms wall_ms slot token expired reaped",
-    Worker: "host pid start node rank ledger ttl",
+}
+TIMERS: Final = {
+    HeldTimers: "worker timers",
+    Timer: "scope after_ms until_ms wall_ms slot token",
+    Worker: "host pid start node rank ledger",
 }
 """Of these each change needs a version of its own, in the module of the record."""
-V_OTHERS: Final = 1
+V_OTHERS, V_TIMERS = 1, 2
 
 
 def test_no_field_comes_or_goes_without_a_new_version() -> None:
-    assert (V4, VERSION) == (V_ROUNDS_AND_QUORUMS, V_OTHERS)
-    for record, names in (ROUNDS_AND_QUORUMS | OTHERS).items():
+    assert (V4, VERSION, TIMERS_LAYOUT) == (V_ROUNDS_AND_QUORUMS, V_OTHERS, V_TIMERS)
+    for record, names in (ROUNDS_AND_QUORUMS | OTHERS | TIMERS).items():
         assert " ".join(field.name for field in fields(record)) == names, record.__name__
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from held import TIMER
 from helpers import pem
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import ftcoord
 from ftcoord.config import EtcdConfig
+from ftcoord.core.timers import MOST_TIMERS, Timer, Worker, parse_timers
 from ftcoord.errors import ConfigError
-from ftcoord.proc import started
 from ftcoord.rendezvous.backend import create_backend
 from ftcoord.timer import client as client_module
-from ftcoord.timer.environment import VARIABLE, describe, inherited
-from ftcoord.timer.ledger import Ledger, holds
-from ftcoord.timer.process import kill, lives, this_process
+from ftcoord.timer.agent import VARIABLE, describe, inherited
+from ftcoord.timer.ledger import Ledger, holds, this_process
 
 NOWHERE = "127.0.0.1:1"
 
@@ -33,7 +33,7 @@ def no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a socket was opened")
 
     monkeypatch.setattr(socket, "socket", refuse)
-    for module in ("ftcoord.etcd.namespace", "ftcoord.timer.environment"):
+    for module in ("ftcoord.etcd.namespace", "ftcoord.timer.agent"):
         monkeypatch.setattr(f"{module}.EtcdClient", refuse)
 
 
@@ -86,36 +86,32 @@ def test_a_heartbeat_is_a_context_manager(monkeypatch: pytest.MonkeyPatch) -> No
         ftcoord.Heartbeat("job", "me", 5).update(1)
 
 
-class Keys:
-    """In place of etcd: what a client has written, rendered."""
+class Key:
+    """In place of etcd: what a client has written."""
 
-    def __init__(self, *_: object) -> None:
-        self.written: dict[str, bytes] = {}
+    def __init__(self, *_: object, **__: object) -> None:
+        self.written: tuple[Timer, ...] = ()
 
     def check_process(self) -> None:
         pass
 
-    def put(self, name: str, render: Callable[[], bytes]) -> None:
-        self.written[name] = render()
+    def put(self, value: bytes) -> None:
+        self.written = parse_timers("", value).timers
 
-    def wait(self, name: str, timeout: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         return True
 
     def close(self, timeout: float) -> None:
         pass
 
-    def left(self, name: str = "0") -> float:
-        """Seconds that a timer has."""
-        return float(json.loads(self.written[name])["left_ms"]) / 1000
-
 
 @pytest.fixture
-def timers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[client_module.EtcdTimerClient, Keys]]:
-    keys = Keys()
-    monkeypatch.setattr(client_module, "LeasedKeys", lambda *_: keys)
+def timers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[client_module.EtcdTimerClient, Key]]:
+    key = Key()
+    monkeypatch.setattr(client_module, "LeasedKey", lambda *_, **__: key)
     monkeypatch.setattr("ftcoord.etcd.namespace.EtcdClient", lambda config: EtcdNowhere())
     client = ftcoord.timer.EtcdTimerClient("job", NOWHERE)
-    yield client, keys
+    yield client, key
     client.close()
 
 
@@ -125,14 +121,14 @@ class EtcdNowhere:
 
 
 @pytest.mark.parametrize("when", [math.nan, math.inf, -math.inf, 1e10])
-def test_times_that_are_none(timers: tuple[client_module.EtcdTimerClient, Keys], when: float) -> None:
+def test_times_that_are_none(timers: tuple[client_module.EtcdTimerClient, Key], when: float) -> None:
     with pytest.raises(ConfigError, match="expiration_time"):
         timers[0].acquire("scope", when)
-    assert timers[1].written == {}
+    assert timers[1].written == ()
 
 
-def test_scopes_that_are_none(timers: tuple[client_module.EtcdTimerClient, Keys]) -> None:
-    client, keys = timers
+def test_scopes_that_are_none(timers: tuple[client_module.EtcdTimerClient, Key]) -> None:
+    client, key = timers
     with pytest.raises(ConfigError, match="scope_id"):
         client.acquire("", time.time() + 1)
     for bad in (None, 5):
@@ -140,68 +136,61 @@ def test_scopes_that_are_none(timers: tuple[client_module.EtcdTimerClient, Keys]
             client.acquire(bad, time.time() + 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expiration_time"):
         client.acquire("scope", "now")  # type: ignore[arg-type]
-    assert keys.written == {}
+    assert key.written == ()
 
 
-def test_of_a_long_name_the_end_is_recorded(timers: tuple[client_module.EtcdTimerClient, Keys]) -> None:
-    client, keys = timers
+def test_of_a_long_name_the_end_is_recorded(timers: tuple[client_module.EtcdTimerClient, Key]) -> None:
+    client, key = timers
     client.acquire("x" * 5000 + ".py#7", time.time() + 1)
-    scope = json.loads(keys.written["0"])["scope"]
-    assert (len(scope), scope[-6:]) == (1024, "x.py#7")
+    (timer,) = key.written
+    assert (len(timer.scope), timer.scope[-6:]) == (256, "x.py#7")
 
 
-def test_a_process_holds_so_many_timers_and_no_more(timers: tuple[client_module.EtcdTimerClient, Keys]) -> None:
-    client, keys = timers
-    for number in range(8192):
+def test_a_process_holds_so_many_timers_and_no_more(timers: tuple[client_module.EtcdTimerClient, Key]) -> None:
+    client, key = timers
+    for number in range(MOST_TIMERS):
         client.acquire(f"scope {number}", time.time() + 60)
-    with pytest.raises(ConfigError, match="8192"):
+    with pytest.raises(ConfigError, match="256"):
         client.acquire("one more", time.time() + 60)
     client.release("scope 7")
     client.acquire("one more", time.time() + 60)
-    assert json.loads(keys.written["7"])["scope"] == "one more"
+    assert (key.written[-1].scope, key.written[-1].slot) == ("one more", 7)
 
 
-def test_a_wall_clock_that_is_set(
-    timers: tuple[client_module.EtcdTimerClient, Keys], monkeypatch: pytest.MonkeyPatch
+def test_a_time_is_counted_from_now_on_the_monotonic_clock(
+    timers: tuple[client_module.EtcdTimerClient, Key], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, keys = timers
+    client, key = timers
     true_time = time.time
-    client.acquire("scope", time.time() + 60)
-    assert keys.left() == pytest.approx(60, abs=20)
-    torchs = time.time() + 60
-    monkeypatch.setattr(time, "time", lambda: true_time() + 3600)  # between torch's look at the clock and ours
-    client.acquire("scope", torchs)
-    assert keys.left() == pytest.approx(60, abs=20)
-    client.acquire("scope", time.time() + 60)
-    assert keys.left() == pytest.approx(60, abs=20)
-    client.acquire("scope", time.time() - 60)
-    assert keys.left() == 0
+    monkeypatch.setattr(time, "time", lambda: true_time() + 3600)
+    for after in (60, -60):
+        client.acquire("scope", time.time() + after)
+        (timer,) = key.written
+        assert timer.until_ms / 1000 - time.monotonic() == pytest.approx(max(after, 0), abs=20)
+        assert timer.wall_ms / 1000 - time.time() == pytest.approx(max(after, 0), abs=20)
 
 
-def test_the_ledger_tells_at_once() -> None:
-    ledger, me = Ledger(), started(this_process(0, 1).pid)
-    pid = this_process(0, 1).pid
-    assert me is not None
-    assert holds(pid, ledger.fd, 3, 77) is False
-    ledger.hold(3, 77)
-    ledger.hold(4, 2**62)
-    assert holds(pid, ledger.fd, 3, 77) is True
-    assert holds(pid, ledger.fd, 4, 2**62) is True
-    ledger.hold(3, 78)
-    assert holds(pid, ledger.fd, 3, 77) is False
-    ledger.release(4)
-    assert holds(pid, ledger.fd, 4, 2**62) is False
-    assert holds(pid, 0, 3, 78) is None
-    assert holds(2**30, ledger.fd, 3, 78) is None
+def test_the_ledger_shows_at_once_what_this_very_process_holds() -> None:
+    ledger = Ledger("/run")
+    me = this_process(ledger.fd)
 
+    def held(slot: int, token: int, worker: Worker = me, run: str = "/run") -> bool:
+        return holds(run, worker, replace(TIMER, slot=slot, token=token))
 
-def test_a_process_is_known_by_its_start() -> None:
-    me = this_process(0, 1)
-    assert lives(me)
-    other = type(me)(me.host, me.pid, me.start - 1, me.node, me.rank, 0, 1)
-    assert not lives(other)
-    assert not kill(other)
-    assert started(2**30) is None
+    assert not held(3, 77)
+    ledger.note(3, 77)
+    ledger.note(4, 2**62)
+    assert held(3, 77)
+    assert held(4, 2**62)
+    assert not held(3, 77, run="/another run")
+    for other in ({"start": me.start - 1}, {"ledger": 0}, {"ledger": 2**20}, {"pid": 2**22}):
+        assert not held(3, 77, replace(me, **other))
+    ledger.note(3, 78)
+    assert not held(3, 77)
+    ledger.note(4, 0)
+    assert not held(4, 2**62)
+    ledger.close()
+    assert not held(3, 78)
 
 
 # -- what an agent tells ----------------------------------------------------------------------------------------------
@@ -211,7 +200,7 @@ def test_a_process_is_known_by_its_start() -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[EtcdConfig]:
     """The configurations that clients were made with."""
     configs: list[EtcdConfig] = []
-    monkeypatch.setattr("ftcoord.timer.environment.EtcdClient", configs.append)
+    monkeypatch.setattr("ftcoord.timer.agent.EtcdClient", configs.append)
     return configs
 
 

@@ -4,7 +4,7 @@ const MOODS = {
   good: ["running", "training", "finished", "live", "healthy"],
   busy: ["forming", "seating", "seated", "waiting", "asking", "called back", "spare", "idle", "opening", "empty"],
   bad: ["failed", "degraded", "unreadable", "away", "refused", "unclear", "missing", "lost", "needs a look",
-    "leaving", "died", "expired", "reaped", "closed"],
+    "leaving", "died", "expired", "closed"],
   going: ["draining"],
 };
 const main = document.getElementById("main");

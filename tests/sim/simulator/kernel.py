@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.distributed.elastic.timer import api
 
 from ftcoord import concurrency
-from ftcoord.core.timer_records import Worker
-from ftcoord.timer import client, server, worker_leases
+from ftcoord.core.timers import Timer, Worker
+from ftcoord.timer import client, server
 from simulator.stubs import replacing
 
 if TYPE_CHECKING:
@@ -31,14 +31,11 @@ class LedgerStub:
     def __init__(self) -> None:
         self.tokens: dict[int, int] = {}
 
-    def hold(self, slot: int, token: int) -> None:
+    def note(self, slot: int, token: int) -> None:
         self.tokens[slot] = token
 
-    def release(self, slot: int) -> None:
-        self.tokens.pop(slot, None)
-
     def close(self) -> None:
-        pass
+        self.tokens.clear()
 
 
 class Kernel:
@@ -60,11 +57,9 @@ class Kernel:
             put(client, "this_process", self._describe)
             for module in (client, server):
                 put(module, "host_id", lambda: HOST)
-            for module in (server, worker_leases):
-                put(module, "lives", lambda worker: self._find(worker) is not None)
+            put(server, "os", SimpleNamespace(getpid=lambda: self._pid(world.asking)))
             put(server, "holds", self._holds)
-            put(server, "kill", self._kill)
-            put(server, "is_untouchable", lambda worker: False)
+            put(server, "send_if", self._send_if)
             put(api, "threading", SimpleNamespace(Thread=_watchdog))
             yield
 
@@ -74,15 +69,15 @@ class Kernel:
             self._pids.append(slot)
         return 100 + self._pids.index(slot)
 
-    def _describe(self, ledger: int, ttl: int) -> Worker:
+    def _describe(self, ledger: int) -> Worker:
         process = self._world.asking
-        return Worker(HOST, self._pid(process), self._started(process), HOST, -1, ledger, ttl)
+        return Worker(HOST, self._pid(process), self._started(process), HOST, -1, ledger)
 
     def _started(self, process: Process) -> int:
         """When it began: each at another time."""
         return list(self._world.begun).index(process.name)
 
-    def _new_ledger(self) -> LedgerStub:
+    def _new_ledger(self, _prefix: str) -> LedgerStub:
         ledger = self._ledgers[self._world.asking.name] = LedgerStub()
         return ledger
 
@@ -93,18 +88,17 @@ class Kernel:
             None,
         )
 
-    def _find(self, worker: Worker) -> Process | None:
+    def _holds(self, _prefix: str, worker: Worker, timer: Timer) -> bool:
         process = self._having(worker.pid)
-        return process if process is not None and self._started(process) == worker.start else None
+        if process is None or self._started(process) != worker.start:
+            return False
+        return self._ledgers[process.name].tokens.get(timer.slot) == timer.token
 
-    def _holds(self, pid: int, _ledger: int, slot: int, token: int) -> bool | None:
+    def _send_if(self, pid: int, _number: int, is_it: Callable[[], bool]) -> bool:
         process = self._having(pid)
-        ledger = self._ledgers.get(process.name) if process is not None else None
-        return ledger.tokens.get(slot) == token if ledger is not None else None
-
-    def _kill(self, worker: Worker) -> bool:
-        process = self._find(worker)
         if process is None:
+            raise ProcessLookupError
+        if not is_it():
             return False
         self._world.reaped(process, self._world.asking)
         return True

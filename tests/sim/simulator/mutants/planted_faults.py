@@ -157,10 +157,6 @@ MUTANTS: Final = (
         "pass\n        pass\n        self._drop()", ALL,
     ),
     Mutant(
-        "keys are not written again under a new lease", "ftcoord.primitives.leased_keys",
-        "self._dirty = dict.fromkeys(self._wanted)", "self._dirty = {}", HEARTBEATS,
-    ),
-    Mutant(
         "a sentinel does not give up leases", "ftcoord.primitives.sentinel_main",
         "etcd.client.revoke(one.id, timeout=etcd.timeout)", "pass", ALL,
     ),
@@ -360,27 +356,22 @@ MUTANTS: Final = (
     # -- timers -------------------------------------------------------------------------------------------------------
     Mutant(
         "a server does not look whether a worker still holds its timer", "ftcoord.timer.server",
-        "elif holds(worker.pid, worker.ledger, timer.slot, timer.token) is False:", "elif False:", TIMERS,
+        "and holds(self._run.prefix, worker, request.timer)", "", TIMERS,
     ),
     Mutant(
         "a release is visible only in etcd", "ftcoord.timer.client",
-        "self._ledger.release(slot)", "pass", TIMERS,
+        "self._ledger.note(timer.slot, 0)", "pass", TIMERS,
     ),
     Mutant(
         "all timers of a slot have one token", "ftcoord.timer.client",
-        "token = secrets.randbits(62) + 1", "token = 1", TIMERS,
+        "token=secrets.randbits(62) + 1,", "token=1,", TIMERS,
     ),
     Mutant(
         "a timer is not recorded", "ftcoord.timer.client",
-        "recorded = self._record(slot, held.render)", "recorded = False", TIMERS,
+        "self._key.put(encode(HeldTimers(self._worker, tuple(self._held.values()))))", "pass", TIMERS,
     ),
     Mutant(
         "a server counts by its wall clock when a timer is over", "ftcoord.timer.server",
-        "due(request.timer, self.id, now, request.listed)",
-        "due(request.timer, self.id, concurrency.wall(), request.listed)", TIMERS,
-    ),
-    Mutant(
-        "a timer that another server has claimed is left to it for ever", "ftcoord.core.timers",
-        "return now + CLAIM_TIMEOUT", "return math.inf", TIMERS,
+        "latest = self._clock() + deadline - concurrency.wall()", "latest = deadline", TIMERS,
     ),
 )  # fmt: skip

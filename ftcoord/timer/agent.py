@@ -1,4 +1,5 @@
-"""What an agent passes to its workers in their environment: the run whose timers it serves, and how to reach its etcd.
+"""Expiration timers under torchrun: the agent's handler runs the server for its workers, and tells them in their
+environment which run that is, and how to reach its etcd.
 
 The password is included only for an embedded etcd. Else an agent takes it from the environment, or from a file named
 there, so workers have it.
@@ -8,16 +9,45 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Final
 
 from ftcoord.config import EtcdConfig
+from ftcoord.core.timers import TimerInfo
 from ftcoord.errors import ConfigError
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.etcd.shared import SharedClient
 
 VARIABLE: Final = "FTCOORD_TIMERS"
 _PASSWORDS: Final = ("FTCOORD_PASSWORD", "FTCOORD_PASSWORD_FILE", "ETCDCTL_USER", "ETCDCTL_PASSWORD")
+
+
+def serve_timers(
+    prefix: str,
+    etcd: SharedClient,
+    expiring: Callable[[TimerInfo], object],
+    is_embedded: bool,
+    *,
+    mark: str,
+) -> Callable[[], None]:
+    """Start a timer server for the workers with this agent's `mark`, and let workers started from now on find it;
+    returns the function that ends both.
+
+    `expiring` is called on the server's thread with each timer of a worker that is about to be killed for it.
+
+    The workers find the server through this process's environment, which torch's agent copies when it starts them:
+    torch gives a handler no other way to reach them. So a process can serve only one run with timers.
+    """
+    from ftcoord.timer.server import EtcdTimerServer
+
+    ends = ExitStack()
+    server = EtcdTimerServer(Namespace(prefix, etcd), expiring=expiring, mark=mark)
+    server.start()
+    ends.callback(server.stop)
+    os.environ[VARIABLE] = describe(prefix, etcd.config, with_password=is_embedded)
+    ends.callback(os.environ.pop, VARIABLE, None)
+    return ends.close
 
 
 def describe(prefix: str, config: EtcdConfig, with_password: bool = False) -> str:
