@@ -8,12 +8,12 @@ from collections.abc import Callable
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import Compacted
 from ftcoord.etcd.api import Span, Watch, WatchItem
-from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.shared import SharedClient
 
 Deliver = Callable[[WatchItem], None]
 
 
-class Late(EtcdClient):
+class Late(SharedClient):
     """Hears of nothing between `hold()` and `release()`; its requests are answered at once."""
 
     def __init__(self, config: EtcdConfig) -> None:
