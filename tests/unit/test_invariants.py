@@ -280,7 +280,7 @@ def test_no_quorum_is_published_that_breaks_an_invariant(
 ) -> None:
     records = {one.member: ReplicaRecord(one.request, one.asked, one.after, 0) for one in TWO.members}
     members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
-    policy = QuorumPolicy(PREFIX, OPTIONS, 60.0, dict, HighestSeen())
+    policy = QuorumPolicy(PREFIX, OPTIONS, 60.0, HighestSeen())
     assert isinstance(policy.decide(members, "a", 0.0), Publish)
     monkeypatch.setattr("ftcoord.coordination.policy.decide", lambda *_: Publish(replace(ONE, number=0), "again", "Q"))
     with caplog.at_level(logging.ERROR):
@@ -317,7 +317,7 @@ def quorum_number(rogue: int, known: int) -> Verdict[bytes]:
     members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
     seen = HighestSeen()
     seen.highest = Highest(known, known)
-    return QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), 60.0, dict, seen).decide(members, "a", 60.0)
+    return QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), 60.0, seen).decide(members, "a", 60.0)
 
 
 USES = pytest.mark.parametrize("decide", [round_number, quorum_number])
