@@ -175,7 +175,7 @@ def check_quorum(situation: QuorumSituation, options: QuorumOptions, new: Quorum
     old = situation.previous
     answered: Mapping[str, int] = old.answered if old else {}
     _check_seats(situation, answered, new)
-    heard = max((one.heard for one in (*situation.silent, *situation.members)), default=0)
+    heard = max((one.heard for one in situation.members), default=0)
     known = max(old.number if old else 0, situation.highest.number, heard)
     require("S2 quorums only grow", new.number > known)
     _check_id(situation, new)
@@ -195,7 +195,7 @@ def _check_seats(situation: QuorumSituation, answered: Mapping[str, int], new: Q
     open_ = all(seat.asked > answered.get(seat.member, 0) for seat in new.seats)
     require("S1 no request is answered twice", open_)
     _check_namesakes(situation, answered, new)
-    there = (*situation.silent, *situation.members)
+    there = situation.members
     kept = all(new.answered.get(one.member, 0) >= answered[one.member] for one in there if _was_answered(one, answered))
     require("S1 no answer is forgotten", kept)
 
@@ -228,7 +228,7 @@ def _was_answered(one: QuorumCandidate, answered: Mapping[str, int]) -> bool:
 
 def _check_id(situation: QuorumSituation, new: QuorumRecord) -> None:
     """An id belongs to one membership: the last quorum's id for the same replicas, else one above all known."""
-    old, there = situation.previous, (*situation.silent, *situation.members)
+    old, there = situation.previous, situation.members
     known = max((one.after for one in there), default=0)
     if old is not None and new.id == old.id:
         require("S2 an id is of one membership", new.names == old.names)

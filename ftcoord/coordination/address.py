@@ -22,6 +22,8 @@ from ftcoord.escaping import HIDDEN, redacted
 from ftcoord.job_url import SCHEMES, endpoints_of, parse_job_url
 
 DAY_MS: Final = 24 * 3600 * 1000
+SHORTEST_TIMEOUT_MS: Final = 3000
+"""The shortest heartbeat timeout that etcd's leases keep: they live for 2 s or more."""
 _FORM: Final = "write it as etcd://host:port,host:port/job?min_replicas=2"
 _LIGHTHOUSE: Final = (
     "this is the address of a lighthouse or a gateway, which torchft's own classes take: run the script without"
@@ -40,7 +42,7 @@ class Job:
         name: the job's name; its keys are below `/ftcoord/v1/<name>/quorum`.
         min_replicas: the fewest replicas that form a quorum.
         join_timeout_ms: how long a quorum waits for replicas that are alive but do not ask.
-        heartbeat_timeout_ms: how long a replica counts as alive after its last beat.
+        heartbeat_timeout_ms: how long a replica counts as alive after its last beat; see `heartbeat_timeout`.
         allow_kill: 1 if anyone whom a manager's port serves may end its process; else 0.
         native: 1 if a manager's port serves torchft's own classes too, and so anyone who reaches it; else 0.
         bind: the address at which managers listen; empty for the one that they publish.
@@ -70,7 +72,12 @@ class Job:
 
     @property
     def heartbeat_timeout(self) -> float:
-        """`heartbeat_timeout_ms` in seconds."""
+        """The TTL of its replicas' leases in seconds: `heartbeat_timeout_ms`, but no less than leases can do."""
+        return max(self.heartbeat_timeout_ms, SHORTEST_TIMEOUT_MS) / 1000
+
+    @property
+    def silent_after(self) -> float:
+        """`heartbeat_timeout_ms` in seconds, for those that get a replica's beats themselves."""
         return self.heartbeat_timeout_ms / 1000
 
     def config(self, env: Mapping[str, str] | None = None) -> EtcdConfig:

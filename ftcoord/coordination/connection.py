@@ -4,15 +4,19 @@ chain."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
-from ftcoord.coordination.address import Job, parse_address
+from ftcoord.coordination.address import SHORTEST_TIMEOUT_MS, Job, parse_address
 from ftcoord.coordination.failure import KNOWN, Failure
 from ftcoord.errors import EtcdError, ForkedProcessError
 from ftcoord.etcd.shared import SharedClient
+
+log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT: Final = 5.0
 """Seconds that one request to etcd may take."""
@@ -24,6 +28,8 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
     Raises ConfigError at once for a malformed address, and RuntimeError after `connect_timeout` seconds.
     """
     job = parse_address(address)
+    if job.heartbeat_timeout_ms < SHORTEST_TIMEOUT_MS:
+        _warn_of(job.heartbeat_timeout_ms)
     client = SharedClient(replace(job.config(), request_timeout=REQUEST_TIMEOUT))
     with contextlib.ExitStack() as undo:
         undo.callback(client.close)
@@ -33,6 +39,15 @@ def connect(address: str, connect_timeout: float) -> tuple[Job, SharedClient]:
             raise unreachable(address, connect_timeout, error) from None
         undo.pop_all()
     return job, client
+
+
+@cache  # once in a process
+def _warn_of(timeout_ms: int) -> None:
+    log.warning(
+        "heartbeat_timeout_ms=%d is raised to %d, the shortest that leases of etcd can do",
+        timeout_ms,
+        SHORTEST_TIMEOUT_MS,
+    )
 
 
 def unreachable(address: str, connect_timeout: float, problem: object, who: str = "etcd") -> RuntimeError:

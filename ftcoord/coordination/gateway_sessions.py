@@ -15,8 +15,7 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.gateway_limits import MOST_IDS, MOST_IDS_OF_ADDRESS, Shares, address_of
 from ftcoord.coordination.pending_call import PendingCall
-from ftcoord.coordination.policy import LEASE_FLOOR
-from ftcoord.coordination.replica import BEAT_FRACTION, Replica
+from ftcoord.coordination.replica import Replica
 from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import ServerError, ThreadNotStarted
@@ -52,8 +51,6 @@ class _GatewaySession:
         """The address of its manager, from its last request to this gateway; empty before that."""
         self.last_sign_at = 0.0
         """When it last beat, or was last answered."""
-        self.forwarded_at = 0.0
-        """When one of its beats was last written to etcd."""
         self.calls = 0
         """How many of its calls are in progress."""
         self.peer = ""
@@ -89,8 +86,7 @@ class GatewaySessions:
 
     torchft's managers beat ten times a second, but these beats do not reach etcd. Each replica has a lease, which is
     renewed while beats come. It is revoked when no beat came for the heartbeat timeout, or when the beats stop and the
-    connection has ended. Only if the timeout is too short for leases (`LEASE_FLOOR`) are beats written to etcd, where
-    the decider judges them.
+    connection has ended.
 
     Args:
         etcd: the client.
@@ -110,9 +106,6 @@ class GatewaySessions:
         on_manager: Callable[[], None],
     ) -> None:
         self._etcd, self._job, self._ended, self._on_manager = etcd, job, ended, on_manager  # never change
-        timeout = job.heartbeat_timeout
-        self._forward_interval = timeout * BEAT_FRACTION if timeout < LEASE_FLOOR else None
-        self._silent_after = max(timeout, LEASE_FLOOR)
         self._takeover = TakeoverToken()
         self._lock = concurrency.lock("GatewaySessions._lock")
         self._sessions: dict[str, _GatewaySession] = {}  # guarded by _lock, as the next
@@ -134,7 +127,7 @@ class GatewaySessions:
         with self._visit(replica_id, peer) as session:
             with self._lock:
                 session.note_beat(peer, concurrency.now())
-            if self._should_forward(session):
+            if not session.replica.joined:
                 session.replica.beat(deadline)
 
     def ask(self, request: QuorumRequest, peer: str, deadline: float, caller: PendingCall) -> QuorumRecord:
@@ -203,18 +196,6 @@ class GatewaySessions:
             self._etcd, self._job, replica_id, keeps_lease=True, dies_with_process=False, takeover=self._takeover
         )
 
-    def _should_forward(self, session: _GatewaySession) -> bool:
-        """Whether this beat is written to etcd: if beats are judged there and one is due, or if the replica is no
-        member."""
-        joined = session.replica.joined
-        with self._lock:
-            now = concurrency.now()
-            is_due = self._forward_interval is not None and now - session.forwarded_at >= self._forward_interval
-            if not is_due and joined:
-                return False
-            session.forwarded_at = now
-            return True
-
     def _run_sweeper(self) -> None:
         try:
             while not self._closed.wait(SWEEP_INTERVAL):
@@ -257,7 +238,7 @@ class GatewaySessions:
             if self._closed.is_set():
                 return {}
             now = concurrency.now()
-            since = now - self._silent_after
+            since = now - self._job.silent_after
             gone = dict[_GatewaySession, str]()
             for kept in self._sessions.values():
                 if kept.is_quiet(now) and cut_off.get(kept) == kept.peer:  # else it has come back meanwhile

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -42,6 +44,7 @@ class LighthouseServer:
             default is 100, as in torchft; an address without this option has 60000.
         quorum_tick_ms: accepted, but not used: decisions follow events.
         heartbeat_timeout_ms: how long a replica counts as alive after its last beat, in milliseconds; default 5000.
+            Below 3000 only a client judges its own replicas by it, and a gateway its own; leases live for 3 s.
 
     Raises TypeError and OverflowError for arguments of a wrong type or size, and RuntimeError for a bad `bind` or
     value, or when etcd does not answer within 10 s.
@@ -101,7 +104,11 @@ class LighthouseClient:
         self._pid = os.getpid()
         self._takeover = TakeoverToken()
         self._lock = concurrency.lock("LighthouseClient._lock")
-        self._replicas: dict[str, Replica] = {}  # guarded by _lock
+        self._replicas: dict[str, Replica] = {}  # guarded by _lock, as the next two
+        self._calls = Counter[str]()
+        """How many calls of each replica are in progress."""
+        self._signs: dict[str, float] = {}
+        """When the last call of each replica ended."""
         self._cancel_finalizer = concurrency.when_forgotten(self, _leave_all, self._replicas, self._etcd)
 
     def quorum(
@@ -145,8 +152,8 @@ class LighthouseClient:
             commit_failures=0,
             handles=(),
         )
-        with torchft_errors():
-            return quorum_reply(self._replica(replica_id).ask(request, deadline))
+        with torchft_errors(), self._calling(replica_id) as replica:
+            return quorum_reply(replica.ask(request, deadline))
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Show that a replica is alive.
@@ -158,8 +165,8 @@ class LighthouseClient:
         Raises TimeoutError when etcd does not answer in time, and RuntimeError when it refuses.
         """
         deadline = concurrency.now() + checks.seconds("timeout", timeout)
-        with torchft_errors():
-            self._replica(checks.string("replica_id", replica_id)).beat(deadline)
+        with torchft_errors(), self._calling(checks.string("replica_id", replica_id)) as replica:
+            replica.beat(deadline)
 
     def leave(self, replica_id: str) -> None:
         """Let a replica leave, so that nobody waits for its heartbeat to time out. Not in torchft.
@@ -208,14 +215,35 @@ class LighthouseClient:
             self._replicas.clear()
         _leave_all(replicas, self._etcd)
 
-    def _replica(self, replica_id: str) -> Replica:
+    @contextlib.contextmanager
+    def _calling(self, replica_id: str) -> Iterator[Replica]:
+        """The replica, for a call of it."""
         check_process(self._pid)
         with self._lock:
+            self._calls[replica_id] += 1
+            silent = self._take_silent()
             if replica_id not in self._replicas:
                 self._replicas[replica_id] = Replica(
                     self._etcd, self._job, replica_id, keeps_lease=False, takeover=self._takeover
                 )
-            return self._replicas[replica_id]
+            replica = self._replicas[replica_id]
+        try:
+            for one in silent:
+                one.leave(LEAVE_TIMEOUT)
+            yield replica
+        finally:
+            with self._lock:
+                self._calls[replica_id] -= 1
+                self._signs[replica_id] = concurrency.now()
+
+    def _take_silent(self) -> list[Replica]:
+        """With the lock held: the replicas without a call for the heartbeat timeout, if leases cannot show that so
+        soon."""
+        if self._job.silent_after >= self._job.heartbeat_timeout:
+            return []
+        since = concurrency.now() - self._job.silent_after
+        silent = [name for name in self._replicas if not self._calls[name] and self._signs.get(name, since) < since]
+        return [self._replicas.pop(name) for name in silent]
 
 
 def _leave_all(replicas: dict[str, Replica], etcd: SharedClient) -> None:

@@ -16,7 +16,6 @@ from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.kills import ends_here, watch_kills
 from ftcoord.coordination.own_place import in_url, own_place
-from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.rank_port import RankPort, listen, stop_listening
 from ftcoord.coordination.ranks import RankRequest
@@ -54,7 +53,6 @@ class ManagedGroup:
         identity: the group's constants.
         lighthouse_addr: the job's address.
         bind: where to listen for the ranks, see `own_place`.
-        heartbeat_interval: seconds between beats, if beats are judged.
         connect_timeout: seconds to wait for etcd.
 
     Raises RuntimeError. Everything that was made is then released.
@@ -65,7 +63,6 @@ class ManagedGroup:
         identity: GroupIdentity,
         lighthouse_addr: str,
         bind: str,
-        heartbeat_interval: float,
         connect_timeout: float,
     ) -> None:
         show_if_asked()
@@ -88,8 +85,7 @@ class ManagedGroup:
                 ends.callback(self._replica.leave, LEAVE_TIMEOUT)
                 self._join(job, connect_timeout)
                 ends.callback(watch_kills(etcd, job.prefix, ends_here(self._replica.was), self._fail).close)
-                interval = heartbeat_interval if job.heartbeat_timeout < LEASE_FLOOR else None
-                self._start_beats(interval, job.heartbeat_timeout, ends)
+                self._start_staying(ends)
                 token, address = token_hex(TOKEN_BYTES), f"http://{in_url(host)}:{listener.getsockname()[1]}"
                 self.address = with_token(address, token)
                 ranks = RankGroup(identity.replica_id, identity.world_size, self._ask, bool(job.allow_kill))
@@ -129,10 +125,10 @@ class ManagedGroup:
         )
         return self._replica.ask(request, concurrency.now() + last.timeout)
 
-    # -- the thread of the beats ------------------------------------------------------------------------------------
+    # -- the thread that joins again ----------------------------------------------------------------------------------
 
-    def _start_beats(self, interval: float | None, timeout: float, ends: ExitStack) -> None:
-        thread = concurrency.thread(self._run_beats, "ftcoord-beats", interval, timeout)
+    def _start_staying(self, ends: ExitStack) -> None:
+        thread = concurrency.thread(self._run_staying, "ftcoord-beats")
 
         def end() -> None:
             self._closed.set()
@@ -143,38 +139,27 @@ class ManagedGroup:
         thread.start()
         ends.callback(end)
 
-    def _run_beats(self, interval: float | None, timeout: float) -> None:
+    def _run_staying(self) -> None:
         try:
-            self._stay(interval, timeout)
+            self._stay()
         finally:
             error = sys.exc_info()[1]
             if error is not None:
                 self._fail(error)
 
-    def _stay(self, interval: float | None, timeout: float) -> None:
-        """Beat, if beats are judged. Rejoin under a new lease when the last one is lost, even if no rank asks.
-
-        Returns when the group is closed.
-
-        Args:
-            interval: seconds between two beats; None if beats are not judged.
-            timeout: seconds that one beat may take. It must not be the interval: etcd may take longer for a write than
-                the 0.1 s of torchft's default, and a beat that is never answered says nothing.
-        """
-        pause = REJOIN_PAUSE if interval is None else min(interval, REJOIN_PAUSE)
-        retry_pause = REJOIN_TIMEOUT if interval is None else interval
+    def _stay(self) -> None:
+        """Rejoin under a new lease when the last one is lost, even if no rank asks. Returns when the group is
+        closed."""
         while not self._closed.is_set():
-            self._replica.await_loss(interval)
+            self._replica.await_loss(None)
             if self._closed.is_set():
                 return
-            comes_back = not self._replica.joined
             try:
-                self._replica.beat(concurrency.now() + (REJOIN_TIMEOUT if comes_back else timeout))
-                if comes_back:
-                    self._closed.wait(pause)
+                self._replica.beat(concurrency.now() + REJOIN_TIMEOUT)
+                self._closed.wait(REJOIN_PAUSE)
             except (TimeoutError, ServerError, EtcdError) as error:
-                log.info("a heartbeat was not sent: %s", error)
-                self._closed.wait(retry_pause)
+                log.info("the manager did not rejoin, and tries again: %s", error)
+                self._closed.wait(REJOIN_TIMEOUT)
 
     def _fail(self, error: BaseException) -> None:
         """A thread of this group has failed: leave the job, so that nobody waits for this group.

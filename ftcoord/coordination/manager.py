@@ -24,8 +24,7 @@ class ManagerServer:
             Manager gives, stands for the address of `hostname`; to listen everywhere, the job's address has `bind=::`.
         store_addr: `host:port` of the store of its ranks.
         world_size: the number of its ranks.
-        heartbeat_interval: a timedelta: how often it beats if the job's heartbeat timeout is below 3 s. Otherwise its
-            lease is its heartbeat, renewed at a third of the TTL.
+        heartbeat_interval: a timedelta, checked and not used: its lease is renewed at a third of its TTL.
         connect_timeout: how long to wait for etcd, a timedelta.
         quorum_retries: accepted, but not used: a request for a quorum is repeated until its timeout, whatever fails.
 
@@ -47,6 +46,7 @@ class ManagerServer:
         connect_timeout: timedelta,
         quorum_retries: int,
     ) -> None:
+        checks.seconds("heartbeat_interval", heartbeat_interval)
         checks.integer("quorum_retries", quorum_retries, -checks.LARGEST - 1)
         identity = GroupIdentity(
             replica_id=checks.string("replica_id", replica_id),
@@ -58,7 +58,6 @@ class ManagerServer:
             identity,
             checks.string("lighthouse_addr", lighthouse_addr),
             checks.string("bind", bind),
-            checks.seconds("heartbeat_interval", heartbeat_interval),
             checks.seconds("connect_timeout", connect_timeout),
         )
         self._cancel_close = concurrency.when_forgotten(self, self._group.close)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
@@ -24,10 +23,6 @@ from ftcoord.primitives.group.parse_cache import ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View
 
 log = logging.getLogger(__name__)
-
-LEASE_FLOOR: Final = 3.0
-"""Seconds. A shorter heartbeat timeout is judged by beats, because etcd's leases do not expire that soon (2 s or
-more)."""
 
 _KEPT: Final = 4
 """Quorums that a process keeps, as last read or written."""
@@ -134,14 +129,12 @@ class _Heard(NamedTuple):
 class QuorumPolicy:
     """Decides the quorums of one job. Implements `ftcoord.primitives.group.policy.Policy`.
 
-    A member is alive as long as its lease. With a `heartbeat_timeout` below `LEASE_FLOOR` it must also have written its
-    record within that many seconds, on the decider's clock.
+    A member is alive as long as its lease.
 
     Args:
         prefix: the group's prefix.
         options: the job's rules.
         heartbeat_timeout: in seconds.
-        look: returns the members' mod revisions in etcd now, by key. Raises EtcdError.
         seen: numbers and ids that it knows are not given again.
         causes: returns why members are gone, by id, if a cause is known, and at which revision of etcd. Raises
             EtcdError.
@@ -153,22 +146,17 @@ class QuorumPolicy:
         prefix: str,
         options: QuorumOptions,
         heartbeat_timeout: float,
-        look: Callable[[], Mapping[str, int]],
         seen: HighestSeen,
         causes: Callable[[Iterable[str]], Mapping[str, tuple[str, int]]] = lambda members: {},
         wall_clock: Callable[[], float] = concurrency.wall,
     ) -> None:
-        self._prefix, self._options, self._look, self._seen, self._wall_clock = prefix, options, look, seen, wall_clock
+        self._prefix, self._options, self._seen, self._wall_clock = prefix, options, seen, wall_clock
         self._causes = causes
-        self._silent_after = heartbeat_timeout if heartbeat_timeout < LEASE_FLOOR else None
         self._members = ParsedKeys(parse_replica)
         self._decided: tuple[KeyValue, KeyValue | None] | None = None
         self._last: tuple[QuorumRecord | None, Roster | None] = None, None
         """The last result of `_read_decided`."""
         self._known: dict[str, _Heard] = {}
-        self._silent: dict[str, int] = {}
-        self._proved_at = self._silent_since = -inf
-        """When etcd was last known to take writes, and from when on silence counts: see `_judge`."""
         self._late = LateEnds(heartbeat_timeout)
         self._said = ""
         self._readable = ReadBack()
@@ -177,11 +165,11 @@ class QuorumPolicy:
         """Raises StateError when the decided record cannot be read by this version, and EtcdError."""
         previous, roster = self._read_decided(view)
         self._note(view, previous.profiles if previous else {})
-        alive, silent, next_death = self._judge(view, now)
+        alive = [known.candidate for known in self._known.values()]
         highest = self._highest(view)
         created = self._wall_clock()
         unreadable = len(self._members.unreadable)
-        situation = QuorumSituation(alive, previous, view.decided_at, silent, highest, created, me, unreadable)
+        situation = QuorumSituation(alive, previous, view.decided_at, highest, created, me, unreadable)
         verdict = decide(situation, self._options, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
@@ -198,7 +186,7 @@ class QuorumPolicy:
                 published = replace(published, nothing_follows=False)
             return published
         late, look_at = self._late_ends(view, previous, me, now)
-        times = [at for at in (verdict.until, next_death, look_at) if at is not None]
+        times = [at for at in (verdict.until, look_at) if at is not None]
         return Wait(verdict.reason, min(times, default=None), verdict.rule, signed(late, me, int(created * 1000)))
 
     def _highest(self, view: View) -> Highest:
@@ -254,9 +242,8 @@ class QuorumPolicy:
         if previous is not None and previous.id == new.id:
             return []
         gone = [seat.member for seat in lost_seats(previous, new)]
-        silent = {member_of(key) for key in self._silent}
         causes, words = self._causes_of(gone), self._words_of(view, gone)
-        events = quorum_events(previous, new, causes, words, silent, self._seen.before)
+        events = quorum_events(previous, new, causes, words, self._seen.before)
         return self._late.untold(events)
 
     def _causes_of(self, gone: Sequence[str]) -> Mapping[str, tuple[str, int]]:
@@ -305,7 +292,7 @@ class QuorumPolicy:
         return self._last
 
     def _note(self, view: View, profiles: Mapping[str, Profile]) -> None:
-        """The members, and what each was when it said what it says. Beats do not change since when it asks."""
+        """The members, and what each was when it asked. A repeated write does not change since when it asks."""
         before, self._known = self._known, {}
         for kv, record in self._members.of(view.members, self._seen.highest.either):
             known = before.get(kv.key)
@@ -319,31 +306,6 @@ class QuorumPolicy:
                 one = known.candidate
                 known = known._replace(candidate=_candidate(kv, record, profiles, one.joined, one.asked_at))
             self._known[kv.key] = known
-
-    def _judge(self, view: View, now: float) -> tuple[list[QuorumCandidate], list[QuorumCandidate], float | None]:
-        """Who is alive, who is silent, and when the next one may count as silent."""
-        replicas = [(key, known.candidate) for key, known in self._known.items()]
-        if self._silent_after is None:
-            return [replica for _, replica in replicas], [], None
-        # While etcd takes no writes, as when it has lost its leader, all are silent. That is nobody's own silence.
-        if view.changed_at - self._proved_at > self._silent_after / 2:
-            self._silent_since = view.changed_at
-        self._proved_at = view.changed_at
-        since = now if now - view.changed_at > self._silent_after / 2 else self._silent_since
-        dies_at = {key: max(view.seen[key], since) + self._silent_after for key, _ in replicas}
-        self._confirm_silence([key for key, at in dies_at.items() if at <= now])
-        alive = [replica for key, replica in replicas if key not in self._silent]
-        silent = [replica for key, replica in replicas if key in self._silent]
-        return alive, silent, min((at for at in dies_at.values() if at > now), default=None)
-
-    def _confirm_silence(self, unheard: list[str]) -> None:
-        """Only a member that wrote nothing is silent. A decider that was stopped, or cut off, may not have seen all
-        writes yet."""
-        wrote = {key: self._known[key].kv.mod_revision for key in unheard}
-        if any(self._silent.get(key) != revision for key, revision in wrote.items()):
-            now = self._look()
-            wrote = {key: revision for key, revision in wrote.items() if now.get(key, revision) == revision}
-        self._silent = wrote
 
     def _say(self, reason: str) -> None:
         if reason != self._said:

@@ -12,7 +12,6 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.policy import LEASE_FLOOR
 from ftcoord.coordination.use import QuorumUse, asking, idle, nothing_of
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
 from ftcoord.core.layout import death_key, member_id, member_of, members_span
@@ -60,8 +59,6 @@ LINES_PER_SECOND: Final = 100
 """The most replicas of a job that log this in a second: all may begin to wait at the same time."""
 MEMBERS_READ: Final = 100
 """The most members that are read for such a line; of more it has only the number."""
-BEAT_FRACTION: Final = 1 / 4
-"""The part of the heartbeat timeout between two written beats, if the timeout is too short for leases."""
 
 
 class Replica:
@@ -95,9 +92,8 @@ class Replica:
         self._takeover = takeover or TakeoverToken()
         self._warned = False  # the same: whether commits failed when it asked last
         self._last: QuorumRecord | None = None  # any thread that asks: it only matters to a log line
-        self._by_writing = job.heartbeat_timeout < LEASE_FLOOR
         causes = partial(causes_known, etcd, job.prefix, timeout=CAUSE_TIMEOUT)
-        self._use = QuorumUse(job, replica_id, self._revisions, causes)
+        self._use = QuorumUse(job, replica_id, causes)
         self._participant: Participant[QuorumRecord, ReplicaRecord] = Participant(
             etcd,
             self._use,
@@ -170,7 +166,7 @@ class Replica:
         Raises TimeoutError after the monotonic `deadline`, ServerError once it has left, and EtcdError if etcd refuses.
         """
         with _in_time(self.replica_id):
-            self._participant.touch(idle(nothing_of(self.replica_id)), deadline, by_writing=self._by_writing)
+            self._participant.touch(idle(nothing_of(self.replica_id)), deadline, by_writing=False)
 
     def nudge(self) -> None:
         """Make waiting calls check at once whether their callers are `gone`."""
@@ -276,10 +272,6 @@ class Replica:
         member = self._participant.member
         return member is None or member.id in quorum.answered
 
-    def _revisions(self) -> dict[str, int]:
-        members = Get(members_span(self._job.prefix), keys_only=True)
-        return {kv.key: kv.mod_revision for kv in self._etcd.range(members, timeout=self._timeout).kvs}
-
 
 class _QuorumPace:
     """One call's wait for a quorum. For the calling thread; `see` and `wake_at` run under the participant's lock.
@@ -340,10 +332,8 @@ class _QuorumPace:
 
 
 class _WaitingBeats:
-    """The beats of a long call.
-
-    If beats are judged, a lease alone does not show that its replica is alive. And in any job, a later member of the
-    same name that does not ask hides this call's request until it is written again.
+    """The repeated writes of a long call: a later member of the same name that does not ask hides this call's request
+    until it is written again.
 
     Args:
         participant: the replica.
@@ -355,18 +345,17 @@ class _WaitingBeats:
         self, participant: Participant[QuorumRecord, ReplicaRecord], heartbeat_timeout: float, request: QuorumRequest
     ) -> None:
         self._participant, self._request, self._timeout = participant, request, heartbeat_timeout
-        self._interval = heartbeat_timeout * (BEAT_FRACTION if heartbeat_timeout < LEASE_FLOOR else 1)
-        self.at = concurrency.now() + self._interval
-        """The monotonic time of the next beat."""
+        self.at = concurrency.now() + heartbeat_timeout
+        """The monotonic time of the next write."""
 
     def tick(self, deadline: float) -> None:
         """Write the request again, if it is time. Ends at the deadline, and after a heartbeat timeout."""
         now = concurrency.now()
         if now < self.at:
             return
-        self.at = now + self._interval
-        # Not in time: another call writes, which is a beat, or etcd is away, and then nobody is judged. If the lease is
-        # lost the outlook says so, and the call joins again in its own time, which is longer than a beat's.
+        self.at = now + self._timeout
+        # Not in time: another call writes, or etcd is away. If the lease is lost the outlook says so, and the call
+        # joins again in its own time, which is longer than this write's.
         with contextlib.suppress(TimeoutError, EtcdUnavailable, OutcomeUnknown, LeaseLost):
             self._participant.touch(idle(self._request), min(now + self._timeout, deadline), by_writing=True)
 

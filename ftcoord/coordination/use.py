@@ -22,14 +22,13 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
 
     A new request is written without its profile if the last quorum has the same one, and the request before was
     answered. If the outlook then says that the profile is unknown, the request is written in full. A request that waits
-    is also written in full when it is repeated as a sign of life: others may have missed the quorum that has its
+    is also written in full when it is repeated: others may have missed the quorum that has its
     profile, and somebody may have deleted that. If several calls wait, the last one's request counts for all of them:
     an earlier call that has to write again writes that one.
 
     Args:
         job: the job and its rules.
         replica_id: the replica's name.
-        look: returns the members' mod revisions in etcd now, by key. Raises EtcdError.
         causes: see `QuorumPolicy`.
     """
 
@@ -39,10 +38,9 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         self,
         job: Job,
         replica_id: str,
-        look: Callable[[], Mapping[str, int]],
         causes: Callable[[Iterable[str]], Mapping[str, tuple[str, int]]],
     ) -> None:
-        self._job, self._replica_id, self._look, self._causes = job, replica_id, look, causes
+        self._job, self._replica_id, self._causes = job, replica_id, causes
         self._seen = HighestSeen()
         # The numbers of requests: the last one, written by `stamp`, and the last one that needs no answer any more,
         # written by `nobody_asks`. Both only grow, and no request is stamped before its call is counted.
@@ -57,7 +55,7 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
 
     def policy(self) -> QuorumPolicy:
         job = self._job
-        return QuorumPolicy(self.prefix, job.options, job.heartbeat_timeout, self._look, self._seen, self._causes)
+        return QuorumPolicy(self.prefix, job.options, job.heartbeat_timeout, self._seen, self._causes)
 
     def parse(self, key: str, value: bytes) -> QuorumRecord:
         return self.parse_with_roster(key, value, None)

@@ -155,8 +155,6 @@ class QuorumSituation:
         members: the live members, oldest first.
         previous: the last decided quorum.
         previous_at: when `previous` was first seen.
-        silent: members that are not alive but may be again: they keep their leases but send no beats. They do not
-            count, but the decider remembers which of their requests were answered, and which ids they know.
         highest: the highest values of all quorums that the decider has ever seen.
         created: the wall clock, for `QuorumRecord.created`.
         decider: the member that decides, for `QuorumRecord.by`.
@@ -166,7 +164,6 @@ class QuorumSituation:
     members: Sequence[QuorumCandidate]
     previous: QuorumRecord | None
     previous_at: float = -inf
-    silent: Sequence[QuorumCandidate] = ()
     highest: Highest = NOTHING_HEARD
     created: float = 0.0
     decider: str = ""
@@ -244,7 +241,7 @@ def _obstacle(poll: _QuorumPoll, options: QuorumOptions, previous_at: float, now
 
 
 def _conclude(chosen: Iterable[QuorumCandidate], situation: QuorumSituation) -> QuorumRecord:
-    previous, members = situation.previous, (*situation.silent, *situation.members)
+    previous, members = situation.previous, situation.members
     # Python compares texts by code point, which is the order of their UTF-8 bytes.
     ordered = sorted(chosen, key=lambda one: one.request.replica_id)
     seats = tuple(QuorumSeat(one.member, one.asked, one.request) for one in ordered)

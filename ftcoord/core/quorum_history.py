@@ -132,7 +132,6 @@ def quorum_events(
     new: QuorumRecord,
     causes: Mapping[str, tuple[str, int]],
     words: Mapping[str, str],
-    silent: Collection[str] = (),
     before: QuorumRecord | None = None,
 ) -> list[HistoryEvent]:
     """The events for the history when the quorum `new` follows `previous`; none if its id stays the same, as in most
@@ -142,7 +141,6 @@ def quorum_events(
     Args:
         causes: why members of the last quorum are gone, by id, and etcd's revision at which that was written.
         words: why members that are there, or left, no longer take part, in their own words, by id.
-        silent: the members that are there, and have written nothing for the heartbeat timeout.
         before: the last quorum with another id than `previous`, if it is known.
     """
     if previous is not None and (previous.id == new.id or _repeats(before, previous, new)):
@@ -150,9 +148,7 @@ def quorum_events(
     gone = lost_seats(previous, new)
     ended = previous.id if previous else 0
     ends = [
-        _silence(ended, seat)
-        if seat.member in silent and seat.member not in causes
-        else _end(ended, seat.member, _name(seat), causes.get(seat.member), words.get(seat.member))
+        _end(ended, seat.member, _name(seat), causes.get(seat.member), words.get(seat.member))
         for seat in gone[:MOST_ENDS]
     ]
     return [*ends, HistoryEvent("quorum", new.id, reason=_reason(previous, new, [_name(seat) for seat in gone]))]
@@ -194,11 +190,6 @@ def _end(number: int, member: str, name: str, known: tuple[str, int] | None, wor
         return HistoryEvent("left", number, name, name, f"{name} left ({word})", member=member)
     # A decider that has only just taken over has not seen whether it said that it leaves.
     return HistoryEvent("lost", number, name, name, f"{name} is gone (its lease ended, or it left)", member=member)
-
-
-def _silence(number: int, seat: QuorumSeat) -> HistoryEvent:
-    name = _name(seat)
-    return HistoryEvent("lost", number, name, name, f"{name} is silent (no heartbeat came in time)", member=seat.member)
 
 
 def _reason(previous: QuorumRecord | None, new: QuorumRecord, gone: Sequence[str]) -> str:

@@ -94,7 +94,7 @@ class ReplicaRecord:
         asked: which of its requests that is, never 0 and never the same twice; 0 while it does not ask.
         after: the highest quorum id that it knows of; 0 for none.
         heard: the highest number of a quorum that it knows of; 0 for none.
-        beat: means nothing, but that a record with another one is a sign of life.
+        beat: counts this replica's writes: it makes each unlike all earlier ones.
         profile: if the request is written without its profile, the digest of that; empty if it is written whole. A
             record that is read without its profile has empty texts and a world size of 0 in its place.
         leaving: why it is about to give up its lease; empty while it stays. For people.

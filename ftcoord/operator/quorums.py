@@ -1,8 +1,4 @@
-"""The quorums of a job, from its keys: who trains, who asks, and why there is no next quorum. Pure.
-
-A replica counts as alive while its lease lives. If heartbeats are judged by writes (timeouts below 3 s), only the
-decider knows who is silent.
-"""
+"""The quorums of a job, from its keys: who trains, who asks, and why there is no next quorum. Pure."""
 
 from __future__ import annotations
 

@@ -383,6 +383,20 @@ def test_an_observer_that_nobody_holds_ends(job: Job, in_a_cycle: bool) -> None:
     eventually(lambda: gc.collect() >= 0 and observers() == before, "its thread ends")
 
 
+# -- heartbeat time-outs ------------------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_time_out_below_what_leases_can_do_is_raised_with_one_warning(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.rules(heartbeat_timeout_ms=1_234)
+    client, _ = job.lighthouse(), job.lighthouse()
+    client.heartbeat("a")
+    assert caplog.text.count("heartbeat_timeout_ms=1234 is raised to 3000") == 1
+    (key,) = job.keys("members/").values()
+    assert job.client.time_left(key.lease)[1] == 3
+
+
 # -- time-outs --------------------------------------------------------------------------------------------------
 
 

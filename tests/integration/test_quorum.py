@@ -50,10 +50,9 @@ def make_fragile_job(fragile: EtcdServer, prefix: str) -> Iterator[MakeJob]:
 # -- replicas that die ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heartbeat", [2_900, 3_000], ids=["beats", "leases"])
 @pytest.mark.parametrize("victim", [0, 2], ids=["decider", "youngest"])
-def test_a_replica_that_is_killed_is_not_in_the_next_quorum(make_job: MakeJob, victim: int, heartbeat: int) -> None:
-    processes = make_job(3, heartbeat=heartbeat)
+def test_a_replica_that_is_killed_is_not_in_the_next_quorum(make_job: MakeJob, victim: int) -> None:
+    processes = make_job(3)
     pairs = managed(processes)
     assert agreed([process.quorum(at) for process, at in pairs]) == (1, ["a", "b", "c"])
     killed, _ = pairs.pop(victim)
@@ -64,10 +63,9 @@ def test_a_replica_that_is_killed_is_not_in_the_next_quorum(make_job: MakeJob, v
     assert agreed([process.quorum(at, step=2) for process, at in pairs]) == (2, names)
 
 
-@pytest.mark.parametrize("heartbeat", [2_900, 3_000], ids=["beats", "leases"])
-def test_the_decider_is_killed_while_all_ask(make_job: MakeJob, heartbeat: int) -> None:
+def test_the_decider_is_killed_while_all_ask(make_job: MakeJob) -> None:
     """It asks, too: its request must not be answered when it is dead, but for the moment that its lease lasts."""
-    processes = make_job(4, min_replicas=3, heartbeat=heartbeat)
+    processes = make_job(4, min_replicas=3)
     pairs = managed(processes)
     agreed([process.quorum(at) for process, at in pairs])
     _, *waiting = [process.quorum(at, step=1) for process, at in pairs[:3]]

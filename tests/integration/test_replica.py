@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import LARGEST_REQUEST, Replica
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RequestRefused, ServerError
-from ftcoord.etcd.api import Batch, Etcd, Get, Span, TxnResult, WatchItem
+from ftcoord.etcd.api import Etcd, Get, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group.pace import TakeoverToken
 
@@ -321,46 +320,6 @@ def test_who_gives_up_takes_nobody_elses_request_along(
     finally:
         replica.leave(DEADLINE)
         peer.leave(DEADLINE)
-
-
-def test_a_decider_that_is_behind_calls_nobody_dead(
-    etcd: EtcdServer, client: EtcdClient, job: Job, threads: ThreadPoolExecutor
-) -> None:
-    """It hears of two requests, long after they were made, and of the beats of the others only later."""
-    job = replace(job, heartbeat_timeout_ms=2_500)
-    until = time.monotonic() + DEADLINE
-    with Late(EtcdConfig.load(etcd.get_endpoint())) as late, ExitStack() as stack:
-        group = {name: Replica(late if name == "a" else client, job, name, keeps_lease=True) for name in "abcd"}
-        for one in group.values():
-            stack.callback(one.leave, DEADLINE)
-            one.beat(until)  # the oldest one decides
-        late.hold()
-        answers = []
-        for number, name in enumerate("ab", 1):
-            answers.append(threads.submit(group[name].ask, replace(REQUEST, replica_id=name), until))
-            assert late.await_held(is_request, number, DEADLINE), f"{name} asks"
-        calm, interval = threading.Event(), job.heartbeat_timeout / 5
-        stack.callback(calm.set)
-        for one in group.values():
-            stack.callback(threads.submit(beat_until, calm, interval, one, until).result, DEADLINE)
-        stack.callback(calm.set)
-        calm.wait(2 * job.heartbeat_timeout)
-        late.release_first(is_request, 2)
-        calm.wait(job.heartbeat_timeout / 2)
-        late.release()
-        answers += [threads.submit(group[name].ask, replace(REQUEST, replica_id=name), until) for name in "cd"]
-        assert [[seat.replica_id for seat in one.result(DEADLINE).requests] for one in answers] == [[*"abcd"]] * 4
-
-
-def is_request(item: WatchItem) -> bool:
-    """Whether a watch tells with this that a member asks for a quorum."""
-    events = item.events if isinstance(item, Batch) else ()
-    return any("/members/" in one.kv.key and parse_replica(one.kv.key, one.kv.value).asked for one in events)
-
-
-def beat_until(calm: threading.Event, interval: float, one: Replica, deadline: float) -> None:
-    while not calm.wait(interval):
-        one.beat(deadline)
 
 
 def test_who_waits_long_looks_for_itself_now_and_then(

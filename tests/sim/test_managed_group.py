@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import cast
 
 import pytest
@@ -15,27 +14,10 @@ from ftcoord.coordination.managed_group import REJOIN_PAUSE, ManagedGroup
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
 from ftcoord.core.quorum_records import QuorumRequest, parse_replica
-from ftcoord.etcd.api import Get
 from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT
 
-JOB = parse_address("etcd://memory:1/job?heartbeat_timeout_ms=1000&min_replicas=2")
 UNBEATEN = parse_address("etcd://memory:1/job?min_replicas=2")
 """A job whose replicas live as long as their leases do."""
-SLOW = Fate(arrives=0.35, answers=0.35)
-"""It takes longer than the pause between beats, and less than a beat may take."""
-
-
-def beats_in(world: World, seconds: float) -> int:
-    """How often the only member's key is written."""
-    client = world.etcd.client()
-
-    def version() -> int:
-        found = client.range(Get(members_span(JOB.prefix))).one
-        return found.version if found else 0
-
-    before = version()
-    world.sleep(seconds)
-    return version() - before
 
 
 class LosesItsLease:
@@ -59,28 +41,13 @@ def test_a_manager_that_loses_each_lease_at_once_does_not_load_etcd(world: World
     replica = LosesItsLease()
     group = ManagedGroup.__new__(ManagedGroup)  # without its sockets
     group._closed, group._replica = concurrency.event(), cast(Replica, replica)
-    interval = (None, 0.5)[world.seed % 2]
-    thread = concurrency.thread(group._stay, "beats", interval, 1.0)
+    thread = concurrency.thread(group._stay, "joins again")
     thread.start()
     world.sleep(20)
     group._closed.set()
     thread.join(60)
     assert not thread.is_alive()
-    assert 10 <= replica.beats <= 1 + 20 / (interval or REJOIN_PAUSE)
-
-
-@simulated
-def test_beats_are_written_though_etcd_takes_longer_than_their_interval(world: World) -> None:
-    replica = Replica(world.etcd.client(lambda _: SLOW), JOB, "a", keeps_lease=True, dies_with_process=False)
-    group = ManagedGroup.__new__(ManagedGroup)
-    group._closed, group._replica = concurrency.event(), replica
-    thread = concurrency.thread(group._stay, "beats", 0.1, JOB.heartbeat_timeout)
-    thread.start()
-    world.until(lambda: replica.joined, "it has joined")
-    assert beats_in(world, 10) >= 5
-    group._closed.set()
-    replica.leave(10)
-    thread.join(60)
+    assert 10 <= replica.beats <= 1 + 20 / REJOIN_PAUSE
 
 
 @simulated
@@ -109,21 +76,4 @@ def test_nobody_asks_for_a_rank_that_has_gone_though_its_request_is_still_under_
     world.sleep(5)
     ((key, value),) = world.keys(members_span(UNBEATEN.prefix).start).items()
     assert parse_replica(key, value).asked == 0
-    replica.leave(10)
-
-
-@simulated
-def test_a_replica_that_waits_is_seen_to_live_though_etcd_is_slow(world: World) -> None:
-    """It waits for a second one."""
-    replica = Replica(world.etcd.client(lambda _: SLOW), JOB, "a", keeps_lease=True, dies_with_process=False)
-
-    def wait() -> None:
-        with contextlib.suppress(TimeoutError):
-            replica.ask(QuorumRequest("a", "http://a:1", "a:2", 0, 1, False, "", 0, ()), concurrency.now() + 30)
-
-    thread = concurrency.thread(wait, "asks")
-    thread.start()
-    world.until(lambda: replica.joined, "it has joined")
-    assert beats_in(world, 10) >= 5
-    thread.join(60)
     replica.leave(10)

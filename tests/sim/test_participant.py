@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from members import Door
 from rolls import Called, Caller, RollRecord
-from virtual import DELIVERED, LOST_ANSWER, LOST_REQUEST, NEVER, Call, Fate, MemoryClient, flaky
+from virtual import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClient, flaky
 from worlds import PREFIX, TTL, World, simulated
 
 from ftcoord import concurrency
@@ -525,26 +525,6 @@ def test_a_write_that_fails_is_made_again(world: World) -> None:
         check_answered(one, one.participant.ask(Called("writes"), pace()))
         assert world.scheduler.time - began < 20
     world.check_one_history()
-
-
-@simulated
-def test_a_batched_write_that_fails_while_its_caller_waits_is_made_again_at_once(world: World) -> None:
-    """The second write goes behind the first one, on the client's thread, and nothing else wakes its caller."""
-    fates: list[Fate] = []
-    client = world.etcd.client(lambda call: fates.pop(0) if fates and call.method == "txn" else DELIVERED)
-    decider, one, two = [
-        caller(world, name, client if name != "decider" else None, batches=True) for name in ("decider", "one", "two")
-    ]
-    for each in (decider, one, two):
-        check_answered(each, Asking(each).end().look)  # type: ignore[arg-type]
-    world.sleep(1)
-    fates += [Fate(arrives=NEVER), Fate(arrives=NEVER, breaks=0.3)]
-    first = Asking(one)
-    world.sleep(0.1)
-    second, began = Asking(two), concurrency.now()
-    assert second.end().error is None
-    assert second.ended_at - began < 1.0
-    assert first.end().error is None
 
 
 @simulated

@@ -395,26 +395,16 @@ def test_what_a_killed_process_asked_is_hidden_by_its_successor(world: World) ->
 
 
 @simulated
-def test_a_call_that_waits_is_alive_below_the_floor_of_leases(world: World) -> None:
-    job = replace(JOB, min_replicas=3, heartbeat_timeout_ms=500)
-    first = [Waiter(world, name, job) for name in "ab"]
-    world.sleep(1 + world.seed % 5)
-    last = Waiter(world, "c", job)
-    world.until(lambda: all(one.told for one in (*first, last)), "all are answered", 0.3)
-    end(world, [*first, last])
-
-
-@simulated
 def test_a_beat_that_finds_the_lease_lost_does_not_end_the_call(world: World) -> None:
-    """Etcd is slow, so the beat's time is over when it hears of that: the call joins again."""
-    job, slow = replace(JOB, min_replicas=2, heartbeat_timeout_ms=500), [True]
+    """It writes its request again, and etcd is slow: the call joins again."""
+    job, slow = replace(JOB, min_replicas=2, heartbeat_timeout_ms=3000), [True]
     client = world.etcd.client(lambda call: Fate(answers=0.3) if slow[0] else DELIVERED)
     first = Waiter(world, "a", job, client=client)
     world.until(lambda: members(world, job), "it has joined")
-    world.sleep(random.uniform(0.5, 1.5))
+    world.sleep(random.uniform(2.0, 4.0))
     for member in members(world, job):
         world.observer.revoke(member)
-    world.sleep(3)
+    world.sleep(4)
     slow[0] = False
     second = Waiter(world, "b", job)
     world.until(lambda: first.told and second.told, "both are answered")
@@ -428,7 +418,7 @@ def members(world: World, job: Job) -> list[int]:
 
 @simulated
 def test_survivors_whose_beats_come_from_another_client_get_their_quorum(world: World) -> None:
-    job = replace(JOB, join_timeout_ms=3_600_000, heartbeat_timeout_ms=500)
+    job = replace(JOB, join_timeout_ms=3_600_000, heartbeat_timeout_ms=3000)
     dies = Beater(world, "c", job)
     world.until(lambda: dies.beat_at, "c beats")
     asks_first = world.seed % 2
@@ -439,5 +429,5 @@ def test_survivors_whose_beats_come_from_another_client_get_their_quorum(world: 
     world.sleep(1)
     assert not any(one.told for one in survivors), "c lives"
     end(world, [dies])
-    world.until(lambda: all(one.told for one in survivors), "the survivors have their quorum", 0.8)
+    world.until(lambda: all(one.told for one in survivors), "the survivors have their quorum", 3.5)
     end(world, [*survivors, *beats])

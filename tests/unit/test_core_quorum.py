@@ -263,15 +263,6 @@ def test_the_idle_that_are_gone_are_forgotten() -> None:
     assert decided(judge([asks("a"), beats("b")], previous)).idle == ()
 
 
-def test_the_silent_do_not_count_but_are_not_forgotten() -> None:
-    previous = quorum("a b", idle=(IdleMember("lease-c", 1),))
-    silent = [asks("b", 1, after=6), asks("c", 1), asks("d", 1)]
-    verdict = judge([asks("a")], previous, silent=silent)
-    assert names(verdict) == "a"
-    assert decided(verdict).idle == (IdleMember("lease-b", 1), IdleMember("lease-c", 1))
-    assert decided(verdict).id == 7
-
-
 def test_who_is_left_out_goes_on_asking_and_joins_anew() -> None:
     """Else `c` and `d` would at once form a quorum without `a`, which just got one."""
     replicas = [asks("a", shrink_only=True), *all_ask("c d", asked=1, joined=-5.0)]
@@ -300,11 +291,6 @@ def test_one_of_them_may_beat_for_the_other() -> None:
 def test_members_of_a_name_that_is_left_out_go_on_asking() -> None:
     shrunk = decided(judge([asks("a", shrink_only=True), asks("c"), asks("c", member="other")], quorum("a")))
     assert (names(Publish(shrunk, "")), shrunk.idle) == ("a", ())
-
-
-def test_a_silent_member_is_answered_by_the_seat_of_its_name() -> None:
-    formed = decided(judge([asks("a")], silent=[asks("a", 4, member="silent"), asks("b", 7)]))
-    assert formed.answered == {"lease-a": 2, "silent": 4}
 
 
 @pytest.mark.parametrize(
@@ -401,8 +387,6 @@ def test_a_number_that_only_a_member_has_heard_of_does_not_come_again() -> None:
     """etcd was restored, and who decides never heard of what others know."""
     knows = replace(asks("b"), heard=9)
     assert decided(judge([asks("a"), knows], quorum("a b", 4, 6))).number == 10
-    silent = replace(beats("c"), heard=12)
-    assert decided(judge(all_ask("a b"), quorum("a b", 4, 6), silent=[silent])).number == 13
 
 
 def test_commit_failures_of_one_that_is_left_out_change_nothing() -> None:
@@ -543,11 +527,9 @@ class Case:
     previous: QuorumRecord | None
     options: QuorumOptions
     previous_at: float
-    silent: list[QuorumCandidate]
 
     def verdict(self, now: float = 0.0) -> Verdict:
-        at, silent = self.previous_at, self.silent
-        situation = QuorumSituation(self.replicas, self.previous, at, silent, created=CREATED)
+        situation = QuorumSituation(self.replicas, self.previous, self.previous_at, created=CREATED)
         return decide(situation, self.options, now)
 
     @property
@@ -582,7 +564,7 @@ def cases(draw: st.DrawFn) -> Case:
     idle = tuple(IdleMember(f"lease-{name}2", 2) for name in draw(st.sets(st.sampled_from("abc"))))
     previous = draw(st.none() | st.just(quorum(" ".join(before), 3, draw(st.integers(1, 4)), idle)))
     options = QuorumOptions(draw(st.integers(0, 4)), draw(st.sampled_from([0.0, 10.0, HOUR])))
-    return Case(unique, previous, options, draw(times), [one(name) for name in draw(st.sets(st.just("g")))])
+    return Case(unique, previous, options, draw(times))
 
 
 @given(cases())
@@ -610,7 +592,7 @@ def test_a_decision_moves_on(case: Case) -> None:
     if isinstance(verdict, Wait):
         return
     new = verdict.record
-    known = max((one.after for one in (*case.replicas, *case.silent)), default=0)
+    known = max((one.after for one in case.replicas), default=0)
     assert new.number == (previous.number if previous else 0) + 1
     assert new.id >= max(known, previous.id if previous else 1)
     if previous is None or new.id == previous.id:
@@ -618,7 +600,7 @@ def test_a_decision_moves_on(case: Case) -> None:
     else:
         assert new.id > max(known, previous.id)
     was = previous.answered if previous else {}
-    asked = {one.member: one.asked for one in (*case.replicas, *case.silent)}
+    asked = {one.member: one.asked for one in case.replicas}
     assert {m for m, number in was.items() if asked.get(m) == number} <= new.answered.keys()
 
 

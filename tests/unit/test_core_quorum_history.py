@@ -155,13 +155,6 @@ def test_a_successor_tells_of_the_decider_before_it_without_which_another_one_de
     assert said(late.ends({"b1", "c1"}, {"b", "c"}, {"a1": ("a was killed", 7)}, {}, 1.0)) == [("died", 3, "a")]
 
 
-def test_a_silent_replica_did_not_leave() -> None:
-    word = {"b1": "it is there, and did not ask", "c1": "it is there, and did not ask"}
-    events = quorum_events(quorum(3, "a", "b", "c", "d"), quorum(4, "a"), {"d1": ("killed", 9)}, word, {"b1", "d1"})
-    assert said(events) == [("lost", 3, "b"), ("left", 3, "c"), ("died", 3, "d"), ("quorum", 4, "")]
-    assert "silent" in events[0].reason
-
-
 def test_of_quorums_after_failed_commits_the_first_of_a_while_is_told() -> None:
     """Others of the same replicas follow each other within moments, without end."""
     first, second, third = (replace(quorum(id_, "a", "b"), created=float(id_)) for id_ in (3, 4, 5))

@@ -44,7 +44,7 @@ def quorum_of(verdict: Verdict[bytes], roster: bytes | None = None) -> QuorumRec
 
 def test_what_a_decider_may_have_decided_is_not_given_again_once_its_record_is_deleted() -> None:
     """The answer to that was lost, and somebody else may have been told of it."""
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, HighestSeen())
     first = policy.decide(view(a=replica("a", 1)), "a", 0.0)
     assert isinstance(first, Publish)
     key, roster = layout.decided_key(PREFIX), first.puts[0][1]
@@ -62,33 +62,33 @@ def test_what_a_decider_may_have_decided_is_not_given_again_once_its_record_is_d
 
 def test_numbers_are_counted_from_etcds_revision_when_the_record_was_deleted() -> None:
     """Each that was ever given had a revision of its own, before that."""
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, HighestSeen())
     known = replace(view(a=replica("a", 1, after=7, heard=50)), missing_at=1000)
     quorum = quorum_of(policy.decide(known, "a", 0.0))
     assert (quorum.number, quorum.id) == (1001, 1001)
 
 
 def test_numbers_are_not_lower_than_those_known_where_etcd_has_fewer_revisions() -> None:
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, HighestSeen())
     known = replace(view(a=replica("a", 1, after=7, heard=50)), missing_at=10)
     quorum = quorum_of(policy.decide(known, "a", 0.0))
     assert (quorum.number, quorum.id) == (51, 11)
 
 
 def test_a_jobs_first_quorum_has_the_number_one() -> None:
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, HighestSeen())
     quorum = quorum_of(policy.decide(replace(view(a=replica("a", 1)), missing_at=1000), "a", 0.0))
     assert (quorum.number, quorum.id) == (1, 1)
 
 
 def test_numbers_are_counted_from_etcds_revision_when_only_etcd_knows_of_an_earlier_quorum() -> None:
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, HighestSeen())
     quorum = quorum_of(policy.decide(replace(view(a=replica("a", 1)), missing_at=1000, has_era=True), "a", 0.0))
     assert (quorum.number, quorum.id) == (1001, 1001)
 
 
 def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen())
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, HighestSeen())
     asking = replica("b", 1)
     assert isinstance(policy.decide(view(a=replica("a", 0, after=17, heard=225), b=asking), "b", 0.0), Wait)
     quorum = quorum_of(policy.decide(view(b=asking), "b", 1.0))
@@ -97,7 +97,7 @@ def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
 
 def test_an_id_that_stood_for_other_replicas_is_not_kept_when_etcd_was_restored() -> None:
     """Its replica has built its process group for that id."""
-    before, alone = (QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, dict, HighestSeen()) for _ in range(2))
+    before, alone = (QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 60.0, HighestSeen()) for _ in range(2))
     both = view(a=replica("a", 1), b=replica("b", 1))
     lost = before.decide(both, "a", 0.0)
     assert isinstance(lost, Publish)
@@ -120,7 +120,7 @@ def test_an_id_that_stood_for_other_replicas_is_not_kept_when_etcd_was_restored(
 
 def test_a_replica_takes_no_part_in_a_quorum_that_gives_its_id_to_others() -> None:
     """Its decider has not heard of the replica's own quorum, which a restored etcd does not have."""
-    use = QuorumUse(Job("etcd", "", "job"), "a", dict, lambda members: {})
+    use = QuorumUse(Job("etcd", "", "job"), "a", lambda members: {})
     key = layout.decided_key(PREFIX)
 
     def decided(id_: int, *names: str) -> QuorumRecord:
@@ -142,7 +142,7 @@ def test_a_replica_takes_no_part_in_a_quorum_that_gives_its_id_to_others() -> No
 
 def test_a_profile_is_left_out_only_after_an_answer_and_only_once() -> None:
     """Others may have missed the quorum that has it, and somebody may have deleted that."""
-    use = QuorumUse(Job("etcd", "", "job"), "a", dict, lambda members: {})
+    use = QuorumUse(Job("etcd", "", "job"), "a", lambda members: {})
     request = replica("a", 1).request
     seats = (QuorumSeat("a", 1, request),)
     head, roster = encode_quorum(QuorumRecord(1, 1, seats, (), 0.0))
@@ -163,49 +163,11 @@ def test_a_profile_is_left_out_only_after_an_answer_and_only_once() -> None:
     assert use.stamp(last).profile, "nobody needs a request that was answered, and beats repeat it"
 
 
-def test_a_replica_that_is_silent_is_told_as_lost_and_not_as_one_that_left() -> None:
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 0.5), 1.0, dict, HighestSeen())
-    both = view(a=replica("a", 1), b=replica("b", 1))
-    first = policy.decide(both, "a", 0.0)
-    assert isinstance(first, Publish)
-    key, roster = layout.decided_key(PREFIX), first.puts[0][1]
-    later = replace(
-        view(a=replica("a", 2, after=1, heard=1), b=replica("b", 1)),
-        decided=KeyValue(key, first.record, 9, 9, 1, 1),
-        roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
-    )
-    seen = {kv.key: 5.0 if kv.key.endswith("/a") else 0.0 for kv in later.members}
-    for at in (5.0, 5.4, 5.8):  # a goes on to beat, so etcd takes writes
-        policy.decide(replace(later, seen={**seen, later.members[0].key: at}, changed_at=at), "a", at)
-    second = policy.decide(replace(later, seen={**seen, later.members[0].key: 6.0}, changed_at=6.0), "a", 6.1)
-    assert isinstance(second, Publish)
-    assert [(one.kind, one.node, one.by) for one in second.events] == [("lost", "b", "a"), ("quorum", "", "a")]
-
-
-def test_the_silence_of_etcd_is_not_that_of_the_members() -> None:
-    """Whoever is first when etcd takes writes again finds all others silent; only later silence is their own."""
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 1.0, dict, HighestSeen())
-    asked = view(a=replica("a", 1), b=replica("b", 1), c=replica("c", 0), d=replica("d", 0))
-
-    def decide(now: float, **seen: float) -> Verdict[bytes]:
-        times = {layout.member_key(PREFIX, name): at for name, at in seen.items()}
-        return policy.decide(replace(asked, seen=times, changed_at=max(seen.values())), "a", now)
-
-    assert isinstance(decide(0.1, a=0.0, b=0.1, c=0.0, d=0.0), Wait)
-    assert isinstance(decide(2.9, a=0.0, b=0.1, c=0.0, d=0.0), Wait), "etcd has lost its leader"
-    first = decide(3.0, a=0.0, b=3.0, c=0.0, d=0.0)
-    assert isinstance(first, Wait), "it takes writes again, and b is the first"
-    assert first.until == 4.0
-    for at in (3.3, 3.6, 3.9):
-        assert isinstance(decide(at, a=at, b=at, c=0.0, d=0.0), Wait)
-    assert quorum_of(decide(4.1, a=4.0, b=4.1, c=0.0, d=0.0)).names == {"a", "b"}
-
-
 Causes: TypeAlias = Callable[[Iterable[str]], dict[str, tuple[str, int]]]
 
 
 def decider(causes: Causes) -> QuorumPolicy:
-    return QuorumPolicy(PREFIX, QuorumOptions(2, 60.0), 60.0, dict, HighestSeen(), causes)
+    return QuorumPolicy(PREFIX, QuorumOptions(2, 60.0), 60.0, HighestSeen(), causes)
 
 
 def with_record(seen: View, decision: Verdict[bytes], at: int, version: int) -> View:

@@ -139,7 +139,7 @@ def seen(*members: bytes, decided: bytes | None = None) -> View:
 
 def test_a_replica_that_cannot_be_read_counts_as_alive_and_asks_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Else each release would have quorums of itself alone."""
-    policy = QuorumPolicy("/job", QuorumOptions(1, 60.0), 5.0, dict, HighestSeen(), wall_clock=lambda: 0.0)
+    policy = QuorumPolicy("/job", QuorumOptions(1, 60.0), 5.0, HighestSeen(), wall_clock=lambda: 0.0)
     own = encode(ReplicaRecord(QuorumRequest("a", "addr", "store", 0, 1, False, "", 0, ()), 1, 0, 0))
     verdict = policy.decide(seen(own, OLD_REPLICA), member_id(1), 1000.0)
     assert isinstance(verdict, Wait)

@@ -88,7 +88,7 @@ class JudgedGroup(ManagedGroup):
 
     def __init__(self, process: Process, role: Group, identity: GroupIdentity) -> None:
         self._process, self._role = process, role
-        super().__init__(identity, "etcd", "[::]:0", 1.0, CONNECT_TIMEOUT.total_seconds())
+        super().__init__(identity, "etcd", "[::]:0", CONNECT_TIMEOUT.total_seconds())
 
     def _ask(self, requests: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
         self._process.check(self._role.asks, {rank: int(one.metadata) for rank, one in requests.items()}, last)
