@@ -92,7 +92,7 @@ class RoundOracle:
         """The rounds whose workers have finished."""
         self.ends: set[tuple[int, str, str]] = set()
         """The rounds in which an agent has ended the run, and how: whether it did depends on the others."""
-        self._was_restored = False
+        self._was_restored = self._is_lost = False
         self._drained: set[str] = set()
         """As long as etcd has not lost the order."""
         self._ready: set[tuple[int, str]] = set()
@@ -104,11 +104,11 @@ class RoundOracle:
     def decided(self, kv: KeyValue) -> None:
         """Somebody has written the record. What is none is the operator's garbage."""
         if kv.version == 1:
-            self._drained.clear()
+            self._lose()
         try:
             new = parse_decided(kv.key, kv.value)
         except StateError:
-            self._drained.clear()
+            self._lose()
             return
         old, self.record = self.record, new
         is_ended = not new.closed or any(self._is_end(new, *end) for end in self.ends)
@@ -124,8 +124,9 @@ class RoundOracle:
         if new.number > old.number and isinstance(new, Round):
             drained = new.nodes.keys() & self._drained
             require("S1 nobody that is drained is seated", not drained, f"{drained} in round {new.number}")
-            if isinstance(old, Round) and new.seats:
+            if isinstance(old, Round) and new.seats and not self._is_lost:
                 self._judge_seats(old, new)
+            self._is_lost = False
         if old.closed:
             require("R7 a closed run stays closed", new.closed or self.may_go_on(old), f"{new} after {old}")
         self._drained |= {*new.drained}
@@ -135,6 +136,11 @@ class RoundOracle:
             require("S1 one membership a round", same, f"round {new.number} has other seats")
             require("S1 a recall is not taken back", new.recalled or not old.recalled, f"round {new.number}")
             require("S1 a round stays ready", new.ready or not old.ready, f"round {new.number}")
+
+    def _lose(self) -> None:
+        """The operator has deleted or overwritten the record: no decider knows its seats, or who is drained."""
+        self._is_lost = True
+        self._drained.clear()
 
     def _is_end(self, closed: AnyRound, number: int, roll: str, outcome: str) -> bool:
         """Whether who has ended that round may have closed this one: if etcd has lost that, an earlier one."""
