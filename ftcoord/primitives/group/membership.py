@@ -199,10 +199,12 @@ class Membership(Generic[R]):
         if state is SessionState.SUSPENDED:
             self._suspended_at = concurrency.now()
             log.warning(
-                "etcd has not renewed the lease of member %s in time: what runs goes on, as far as it can", self.id
+                "etcd has not renewed the lease of %s in time: training goes on, and the next round or quorum waits for"
+                " etcd; if this lasts, see `ftcoord doctor`",
+                self.group.key,
             )
         elif state is SessionState.CONNECTED:
-            log.warning("etcd renews the lease of member %s again", self.id)
+            log.warning("etcd renews the lease of %s again", self.group.key)
             self._note_outage(concurrency.now() - self._suspended_at)
         if state is SessionState.LOST:
             self.orphan()
