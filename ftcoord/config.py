@@ -223,8 +223,9 @@ class EtcdConfig:
         """Read each setting separately: from the argument, else ``FTCOORD_*``, else ``ETCDCTL_*``, else the default.
 
         Args:
-            endpoints: a comma-separated list or a sequence of ``host``, ``host:port`` or ``http(s)://host:port``. The
-                default port is 2379, the default endpoint 127.0.0.1:2379. Empty text counts as not given.
+            endpoints: a comma-separated list or a sequence of ``host``, ``host:port`` or ``http(s)://host:port``; or
+                ``srv://domain``, also as ``http(s)+srv://``, for the members that DNS names. The default port is 2379,
+                the default endpoint 127.0.0.1:2379. Empty text counts as not given.
             ca_cert: the path of a PEM file with CA certificates; by default those that the system trusts.
             cert: the path of the client certificate, a PEM file; goes with `key`.
             key: the path of its private key, a PEM file.

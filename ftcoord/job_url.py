@@ -43,17 +43,18 @@ def parse_job_url(key: str, url: str, form: str) -> JobUrl:
     Raises ConfigError.
     """
 
-    def refused(why: str) -> ConfigError:
-        return ConfigError(key, redacted(url), why)
-
     text = url.strip(_BLANK)
+
+    def refused(why: str) -> ConfigError:
+        return ConfigError(key, _shown(text), why)
+
     try:
         parts = urlsplit(text)
         name = unquote(parts.path.strip(f"/{_BLANK}"), errors="strict")
     except UnicodeDecodeError:
         raise refused("its name is not UTF-8, percent-encoded") from None
-    except ValueError as error:
-        raise refused(f"{error}; write an IPv6 address as [::1]:2379") from None
+    except ValueError:
+        raise refused("write an IPv6 address as [::1]:2379, and names of hosts in ASCII") from None
     if parts.scheme not in SCHEMES:
         raise refused(f"it begins with none of {', '.join(f'{one}://' for one in SCHEMES)}; {form}")
     # torch writes etcd:/name for etcd:///name
@@ -64,6 +65,15 @@ def parse_job_url(key: str, url: str, form: str) -> JobUrl:
     if "=" in parts.path:
         raise refused(f"a '?' is missing before its options, or a = in the name is to be written as %3D; {form}")
     return JobUrl(parts.scheme, parts.netloc, name, _query(refused, parts.query))
+
+
+def _shown(text: str) -> object:
+    """A URL as an error may show it: what follows a = may be a password, and so may what follows a colon alone."""
+    head, equals, _ = text.partition("=")
+    scheme, colon, rest = head.partition(":")
+    if colon and not rest.startswith("//"):
+        return f"{scheme}:{HIDDEN}"
+    return redacted(f"{head}={HIDDEN}" if equals else head)
 
 
 def _query(refused: Callable[[str], ConfigError], text: str) -> dict[str, str]:

@@ -46,7 +46,12 @@ class Flag:
 
 ETCD_FLAGS: Final = (
     Flag(
-        "--endpoints", "FTCOORD_ENDPOINTS", "etcd's endpoints, such as h1:2379,h2:2379", text, "127.0.0.1:2379", "LIST"
+        "--endpoints",
+        "FTCOORD_ENDPOINTS",
+        "etcd's endpoints, such as h1:2379,h2:2379 or srv://domain",
+        text,
+        "127.0.0.1:2379",
+        "LIST",
     ),
     Flag("--ca-cert", "FTCOORD_CA_CERT", "the CA that signed etcd's certificate", metavar="FILE"),
     Flag("--cert", "FTCOORD_CERT", "the client's certificate", metavar="FILE"),
