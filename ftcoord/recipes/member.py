@@ -13,7 +13,7 @@ from ftcoord.config import EtcdConfig, lease_seconds
 from ftcoord.errors import ForkedProcessError
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
-from ftcoord.primitives.group.incarnations import ParticipantOptions
+from ftcoord.primitives.group.membership import ParticipantOptions
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.primitives.group.use import Use
 

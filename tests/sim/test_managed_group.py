@@ -15,7 +15,7 @@ from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
 from ftcoord.core.quorum_records import QuorumRequest, parse_replica
 from ftcoord.etcd.api import Get
-from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT
+from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT
 from ftcoord.testing import DELIVERED, Call, Fate
 
 JOB = parse_address("etcd://memory:1/job?heartbeat_timeout_ms=1000&min_replicas=2")
