@@ -36,7 +36,8 @@ MUTANTS: Final = (
     # -- writes -------------------------------------------------------------------------------------------------------
     Mutant(
         "a record is replaced without its guard", "ftcoord.primitives.write_once",
-        "compares = [unchanged(put.key, expected), *guards]", "compares = [*guards]", ALL,
+        "compares = [unchanged(put.key, expected.mod_revision if expected else 0), *guards]", "compares = [*guards]",
+        ALL,
     ),
     Mutant(
         "a write that another one preceded counts as done", "ftcoord.primitives.write_once",
