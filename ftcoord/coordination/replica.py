@@ -33,7 +33,7 @@ from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import ending, log_change, named
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.deaths import causes_known, causes_of
-from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
+from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
 from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken
 from ftcoord.primitives.group.participant import Participant
 

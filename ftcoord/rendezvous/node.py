@@ -31,7 +31,7 @@ from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
-from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
+from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
 from ftcoord.primitives.group.pace import Look
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.primitives.write_once import write_attempt_timeout

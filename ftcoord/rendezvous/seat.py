@@ -10,7 +10,7 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest
 from ftcoord.errors import ClientClosed, EtcdError, StateError, ThreadFailed, ThreadNotStarted
-from ftcoord.primitives.group.incarnations import Left
+from ftcoord.primitives.group.membership import Left
 from ftcoord.primitives.group.participant import Participant
 
 log = logging.getLogger(__name__)

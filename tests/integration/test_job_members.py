@@ -46,7 +46,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, ServerError, ThreadNotStarted
 from ftcoord.etcd.api import KeyValue, Put
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.group import incarnations
+from ftcoord.primitives.group import membership as memberships
 
 LONG = timedelta(seconds=DEADLINE)
 SHORT = timedelta(milliseconds=300)
@@ -157,15 +157,15 @@ def test_nobody_keeps_a_member_alive_that_hears_nothing(
     def away(*args: Any, **kwargs: Any) -> None:
         raise EtcdUnavailable("made by the test")
 
-    membership = incarnations.Membership
-    monkeypatch.setattr(incarnations, "Membership", away)
+    membership = memberships.Membership
+    monkeypatch.setattr(memberships, "Membership", away)
     crashed = crash(Wait)
     # The manager's own thread may notice first, and then holds the key until etcd gives it a lease again.
     with pytest.raises((RuntimeError, TimeoutError), match=r"failed: MemoryError|not done in time|made by the test"):
         ask(server, timeout=SHORT).result(DEADLINE)
     assert crashed.wait(DEADLINE)
     eventually(lambda: key not in job.keys("members/"), "its lease is over")
-    monkeypatch.setattr(incarnations, "Membership", membership)
+    monkeypatch.setattr(memberships, "Membership", membership)
     eventually(lambda: job.keys("members/"), "it is back")
 
 

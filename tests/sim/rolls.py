@@ -11,7 +11,7 @@ from ftcoord import concurrency
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.etcd.api import Etcd, KeyValue
-from ftcoord.primitives.group.incarnations import ParticipantOptions
+from ftcoord.primitives.group.membership import ParticipantOptions
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.primitives.group.policy import View
 from ftcoord.primitives.group.use import Use

@@ -19,7 +19,7 @@ from ftcoord.core.outlook import Standing
 from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Span, TxnResult
 from ftcoord.primitives.group.group import Group
-from ftcoord.primitives.group.incarnations import Left
+from ftcoord.primitives.group.membership import Left
 from ftcoord.primitives.group.pace import Look, UntilDeadline
 from ftcoord.primitives.group.participant import KEY_CHECK_INTERVAL, KEY_CHECKS_PER_SECOND
 from ftcoord.primitives.session import Session

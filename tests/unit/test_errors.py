@@ -17,8 +17,8 @@ from ftcoord import errors
 from ftcoord.demo.run import DemoError
 from ftcoord.embedded.server import PortLost
 from ftcoord.errors import FtcoordError
-from ftcoord.primitives.group.incarnations import Left
 from ftcoord.primitives.group.member_key import MemberLost
+from ftcoord.primitives.group.membership import Left
 from ftcoord.store.errors import RoundOverError
 
 MADE: dict[type[FtcoordError], Callable[[], FtcoordError]] = {

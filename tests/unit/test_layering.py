@@ -65,7 +65,6 @@ FLOORS = (
     "primitives.group.decider",
     "primitives.group.group",
     "primitives.group.membership",
-    "primitives.group.incarnations",
     "primitives.group.participant",
     "store.errors store.tries store.values store.waiting",
     "store.store",

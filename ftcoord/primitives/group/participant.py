@@ -17,8 +17,7 @@ from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 from ftcoord.logs import ending
-from ftcoord.primitives.group.incarnations import TAKE_BACK_TIMEOUT, Incarnations, ParticipantOptions
-from ftcoord.primitives.group.membership import Membership
+from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Incarnations, Membership, ParticipantOptions
 from ftcoord.primitives.group.pace import Look, Pace
 from ftcoord.primitives.group.succession import Judged
 from ftcoord.primitives.group.use import Use

@@ -56,7 +56,7 @@ THE_LAST_DECISION_IS_MISSED: Final = FOUND["a recall that an agent's watch misse
 RESTORED_BEFORE_AND_AFTER_ALL_ASK: Final = FOUND[
     "what a node asked between two restores, where the second backup has an older ask at a higher revision"
 ]
-SENT_BEFORE_A_RESTORE: Final = replace(FOUND["a decision that was sent before a restore, and came after it"], seed=5)
+SENT_BEFORE_A_RESTORE: Final = replace(FOUND["a decision that was sent before a restore, and came after it"], seed=10)
 DECIDED_TWICE_AND_DELETED_BETWEEN: Final = FOUND[
     "a job's first quorum that two replicas decided, where somebody had deleted the first one's record meanwhile"
 ]
@@ -93,7 +93,7 @@ BACK_UNDER_ANOTHER_LEASE_AND_THE_RECORD_IS_GONE: Final = FOUND[
     "a round whose record somebody deleted, with a decider that is there again under another lease"
 ]
 TWO_ROUNDS_HAVE_ONE_NUMBER: Final = FOUND["two rounds with one number, of which etcd has forgotten both"]
-LEFT_IN_AN_EARLIER_ROUND: Final = replace(TWO_ROUNDS_HAVE_ONE_NUMBER, seed=7)
+LEFT_IN_AN_EARLIER_ROUND: Final = replace(TWO_ROUNDS_HAVE_ONE_NUMBER, seed=13)
 THE_OTHERS_FINISH_WITHOUT_ONE: Final = Plan(
     6,
     "ends",
