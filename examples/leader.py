@@ -22,7 +22,7 @@ from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
-from ftcoord.primitives.group.incarnations import ParticipantOptions
+from ftcoord.primitives.group.membership import ParticipantOptions
 from ftcoord.primitives.group.pace import UntilDeadline
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.primitives.group.policy import View

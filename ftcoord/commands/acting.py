@@ -25,7 +25,7 @@ _REASON: Final = Flag(
     "--reason", "FTCOORD_REASON", "the reason, recorded for those who read about it later", full_text, None, "TEXT"
 )
 _FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "drain even if too few nodes stay for a round", switch, 0)
-_WAIT: Final = Flag("--wait", "FTCOORD_KILL_WAIT", "seconds to wait for the manager to obey", seconds, 10.0, "SECONDS")
+_WAIT: Final = Flag("--wait", "FTCOORD_KILL_WAIT", "seconds to wait until it is gone", seconds, 10.0, "SECONDS")
 
 
 def add_commands(commands: Any) -> None:
@@ -67,7 +67,7 @@ def add_commands(commands: Any) -> None:
     kill = commands.add_parser(
         "kill",
         help="end the process of a replica's manager",
-        description="Order a replica's manager to end its process, and wait until it has obeyed. This also works for"
+        description="Order a replica's manager to end its process, and wait until it is gone. This also works for"
         " replicas behind `ftcoord gateway`.",
     )
     add_job(kill)

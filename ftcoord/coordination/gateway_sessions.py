@@ -92,7 +92,6 @@ class GatewaySessions:
         etcd: the client.
         job: the job and its rules.
         ended: returns which of these peers, as gRPC names them, are no longer connected; see `peers`.
-        on_manager: called when the address of a replica's manager has become known; must not block.
 
     If the thread that looks for silent replicas failed, no replica would ever count as dead. So all of their leases are
     then left to expire, and each call raises ServerError.
@@ -103,9 +102,8 @@ class GatewaySessions:
         etcd: Etcd,
         job: Job,
         ended: Callable[[Collection[str]], Collection[str]],
-        on_manager: Callable[[], None],
     ) -> None:
-        self._etcd, self._job, self._ended, self._on_manager = etcd, job, ended, on_manager  # never change
+        self._etcd, self._job, self._ended = etcd, job, ended  # never change
         self._takeover = TakeoverToken()
         self._lock = concurrency.lock("GatewaySessions._lock")
         self._sessions: dict[str, _GatewaySession] = {}  # guarded by _lock, as the next
@@ -134,9 +132,7 @@ class GatewaySessions:
         """The next quorum with this replica in it. Raises what `Replica.ask` raises, and ServerError."""
         with self._visit(request.replica_id, peer) as session:
             with self._lock:
-                is_news, session.manager = session.manager != request.address, request.address
-            if is_news:
-                self._on_manager()
+                session.manager = request.address
             caller.waits_for(session.replica)
             return session.replica.ask(request, deadline, caller.gone)
 

@@ -38,7 +38,7 @@ from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
-from ftcoord.metrics.exporter import Exporting, MetricsAddress
+from ftcoord.metrics.exporter import MetricsAddress, serve_process
 from ftcoord.primitives.orphans import MarkedChildren
 from ftcoord.primitives.sentinel import Sentinel
 from ftcoord.rendezvous.bootstrap import Reservation, address_trouble, own_address
@@ -298,7 +298,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """
         with contextlib.ExitStack() as undo:
             undo.callback(self._leave, "it could not prepare")
-            self._resources.ends.callback(Exporting(metrics_at).close)
+            serve_process(metrics_at)
             children = self._children = MarkedChildren()
             self._resources.ends.callback(children.close)
             if self._settings.timers:

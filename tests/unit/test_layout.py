@@ -46,7 +46,6 @@ KEYS = {
     "store_counts_span": layout.store_counts_span(STORE).start + "id",
     "kills_span": layout.kills_span(RUN).start,
     "kill_key": layout.kill_key(RUN, HEX),
-    "kill_mark_key": layout.kill_mark_key(RUN, LEASE),
     "deaths_span": layout.deaths_span(RUN).start,
     "death_key": layout.death_key(RUN, HEX),
     "events_span": layout.events_span(RUN).start,
