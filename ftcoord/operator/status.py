@@ -12,7 +12,7 @@ from ftcoord.core.round_situation import RoundOptions
 from ftcoord.operator.job_keys import JobKeys, LeaseTime
 from ftcoord.operator.quorums import QuorumTeller
 from ftcoord.operator.rounds import RoundsTeller
-from ftcoord.operator.timers import TimersTeller
+from ftcoord.operator.timers import tell_timers
 from ftcoord.operator.told import FORMAT, JobStatus, NodeStatus, ReplicaStatus
 
 Member = TypeVar("Member", NodeStatus, ReplicaStatus)
@@ -40,7 +40,6 @@ class JobTeller:
 
     def __init__(self, rules: Rules) -> None:
         self._rounds, self._quorum = RoundsTeller(rules.rounds), QuorumTeller(rules.quorum)
-        self._timers = TimersTeller()
 
     def tell(self, keys: JobKeys) -> JobStatus:
         """The status by these keys."""
@@ -52,7 +51,7 @@ class JobTeller:
         if not keys.quorum.is_empty:
             quorum, odd = self._quorum.tell(keys.quorum)
             unreadable += odd
-        timers, odd = self._timers.tell(keys.timers)
+        timers, odd = tell_timers(keys.timers)
         unreadable += odd
         healthy = all(one.healthy for one in (rounds, quorum) if one is not None) and keys.exists and not unreadable
         about = FORMAT, keys.job, keys.revision, keys.exists, healthy
