@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 from helpers import DEADLINE, eventually, in_fork, python
@@ -17,7 +15,7 @@ from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.core.layout import KEY_PREFIX, heartbeats_span, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
-from ftcoord.etcd.api import Compare, Get, KeyValue, Op, Span, TxnResult
+from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.heartbeat import HeartbeatWatch
 from ftcoord.primitives.leased_key import LeasedKey
@@ -119,56 +117,11 @@ def test_without_etcd_there_is_no_heartbeat(fragile: EtcdServer, monkeypatch: py
 # -- a key under a lease -----------------------------------------------------------------------------------------------
 
 
-class Unreliable(EtcdClient):
-    """Loses answers to writes, and makes some of these writes only after the next one."""
-
-    def __init__(self, client: EtcdClient, fates: Sequence[str]) -> None:
-        self.__dict__.update(client.__dict__)
-        self._fates = itertools.cycle(fates)
-        self._delayed: list[Callable[[], TxnResult]] = []
-
-    def txn(
-        self, compares: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = (), **options: Any
-    ) -> TxnResult:
-        fate, delayed = next(self._fates), self._delayed
-        self._delayed = []
-        if fate == "late":
-            self._delayed = [lambda: EtcdClient.txn(self, compares, success, failure)]
-            result = None
-        else:
-            result = super().txn(compares, success, failure, **options)
-        for late in delayed:
-            late()
-        if result is None or fate == "lost":
-            raise OutcomeUnknown(f"the answer is {fate}")
-        return result
-
-
 @pytest.fixture
-def key(client: EtcdClient, prefix: str, request: pytest.FixtureRequest) -> Iterator[LeasedKey]:
-    etcd = Unreliable(client, request.param) if hasattr(request, "param") else client
-    made = LeasedKey(etcd, 10, lambda lease: f"{prefix}/a", "things")
+def key(client: EtcdClient, prefix: str) -> Iterator[LeasedKey]:
+    made = LeasedKey(client, 10, lambda lease: f"{prefix}/a", "things")
     yield made
     made.close(5)
-
-
-FATES = [("ok",), ("lost", "ok"), ("late", "ok"), ("lost", "late", "ok", "late", "late", "ok", "ok")]
-
-
-@pytest.mark.parametrize("key", FATES, indirect=True, ids=" ".join)
-def test_the_last_value_stays_whatever_becomes_of_the_others(
-    key: LeasedKey, client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A write that arrives late does not bring back what was replaced, also if that is wanted again."""
-    monkeypatch.setattr("ftcoord.primitives.step_thread.STEP_RETRY_PAUSE", 0.01)
-    for number in range(12):
-        key.put(b"%d" % (number % 3))
-        key.wait(0.02 * number, through_outage=True)
-    key.put(b"last")
-    assert key.wait(DEADLINE, through_outage=True)
-    found = client.get(f"{prefix}/a").one
-    assert found is not None
-    assert found.value == b"last"
 
 
 def test_somebody_elses_word_is_overwritten(key: LeasedKey, client: EtcdClient, prefix: str) -> None:

@@ -37,6 +37,7 @@ from ftcoord.metrics import http
 from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls
 from ftcoord.metrics.http import CONNECTION_TIMEOUT, MOST_SCRAPERS, MOST_THREADS
 from ftcoord.metrics.process import collect_process
+from ftcoord.operator.member_http import read_numbers
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2

@@ -32,7 +32,6 @@ from ftcoord.errors import (
     RoundOver,
 )
 from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, RangeResult, Span, TxnResult, Watch, absent
-from ftcoord.heartbeat import Heartbeat, watch_heartbeats
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter, Fence
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.informer import Informer
@@ -776,35 +775,6 @@ def test_a_leased_key_comes_to_have_the_wanted_value(world: World) -> None:
     world.sleep(10)  # also when all that was late has arrived
     assert there() == [wanted]
     key.close(5)
-
-
-@simulated
-def test_a_heartbeat_that_leaves_and_one_that_is_lost(world: World) -> None:
-    heard: list[tuple[str, str, str]] = []
-    watch = watch_heartbeats("job", world.etcd.client())
-
-    def listen() -> None:
-        heard.extend((event.kind, event.name, event.reason) for event in watch)
-
-    listener = concurrency.thread(listen, "listener")
-    listener.start()
-    cut = world.etcd.client()
-    staying = Heartbeat("job", "cut off", TTL, etcd=cut)
-    with Heartbeat("job", "leaving", TTL, etcd=world.etcd.client()):
-        staying.__enter__()
-        world.until(lambda: len(heard) == 2, "both have joined")
-    world.until(lambda: len(heard) == 3, "one has left")
-    before = concurrency.now()
-    cut.cut_off()
-    world.until(lambda: len(heard) == 4, "the other is lost")
-    assert concurrency.now() - before < TTL + 1
-    cut.reconnect()
-    world.until(lambda: len(heard) == 5, "it is back")
-    assert sorted(heard[:2]) == [("joined", "cut off", ""), ("joined", "leaving", "")]
-    assert heard[2:] == [("lost", "leaving", "left"), ("lost", "cut off", "expired"), ("joined", "cut off", "")]
-    watch.close()
-    listener.join(60)
-    assert not listener.is_alive()
 
 
 def run(world: World, *works: Callable[[], object]) -> None:
