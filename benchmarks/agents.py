@@ -94,7 +94,7 @@ class Host(SharedClient):
 
     def _write(self, request: Any, timeout: float) -> Any:
         with _turns:
-            return self._hold.client._transport.write(request, timeout)
+            return self._client._transport.write(request, timeout)
 
     def close(self) -> None:
         super().close()

@@ -9,14 +9,12 @@ An object keeps the runtime that it was made with: install another one before.
 from __future__ import annotations
 
 import atexit
-import enum
 import math
 import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
@@ -245,197 +243,74 @@ def held(lock: Lock, deadline: float, late: Exception) -> Iterator[None]:
 
 # -- what is closed when nobody refers to it any longer, or when the process ends -------------------------------------
 
-CLOSERS: Final = 4
-"""The most threads that close forgotten objects. One that waits for an unreachable etcd must not delay all."""
 EXIT_TIMEOUT: Final = 2.0
 """Seconds that all requests to etcd together may take when the process ends."""
-
-
-class Stage(enum.IntEnum):
-    """The order in which open objects are closed when the process ends; within a stage, the newest first."""
-
-    MEMBERS = 0
-    """Objects that write something when they leave, and need their leases for that."""
-    LEASES = 1
-    CLIENTS = 2
-    """What the first two stages need to reach etcd."""
-    SERVERS = 3
-
-
-class DetachedThreads:
-    """A few threads that do work found by finalizers. They use no locks, because a finalizer may run in any line that
-    allocates, whatever locks are held there: a step of a deque is atomic.
-
-    Args:
-        work: does all the work that there is, on any of the threads.
-        waiting: true as long as there is work.
-        limit: the most threads.
-    """
-
-    def __init__(self, work: Callable[[], None], waiting: Sized, limit: int) -> None:
-        self._runtime, self._work, self._waiting = _runtime, work, waiting  # never change
-        self._permits = deque([None] * limit)  # one for each thread that may be started
-        self._ends: set[Event] = set()  # one for each thread: to join a thread that is not started yet is an error
-
-    def start(self) -> None:
-        """Call this when there is new work. If no thread can be started, the work waits for the next call."""
-        try:
-            self._permits.pop()
-        except IndexError:  # all are at work, and look at what waits once more after they gave their permits back
-            return
-        end = self._runtime.event()
-        thread = self._runtime.thread(self._run, "ftcoord-forget", (end,))
-        self._ends.add(end)
-        try:
-            thread.start()
-        except ThreadNotStarted:
-            self._end(end)
-
-    def join(self, deadline: float) -> None:
-        """Wait until all work that was begun is done, but not beyond the monotonic deadline."""
-        for end in self._ends.copy():
-            end.wait(max(deadline - now(), 0))
-
-    def _run(self, end: Event) -> None:
-        try:
-            self._work()
-        finally:
-            self._end(end)
-            if self._waiting:
-                self.start()
-
-    def _end(self, end: Event) -> None:
-        end.set()
-        self._ends.discard(end)
-        self._permits.append(None)
-
-
-class _Closers:
-    """The threads of this process that close forgotten objects."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Ending] = deque()
-        self._threads = DetachedThreads(self._close_all, self._waiting, CLOSERS)
-        self.join = self._threads.join
-
-    def put(self, ending: Ending) -> None:
-        self._waiting.append(ending)
-        self._threads.start()
-
-    def _close_all(self) -> None:
-        while self._waiting:
-            with suppress(IndexError):  # another thread was faster
-                self._waiting.popleft().close()
-
-
-class Ending:
-    """Closes an object's resources once: when the object is forgotten, or when the process ends.
-
-    Args:
-        close: must not refer to the object, must not start a thread, and must end soon even if etcd is unreachable.
-        stage: when it is called at the end of the process.
-        late: called there instead of `close` when no time is left; it follows the same rules, and makes no request.
-    """
-
-    def __init__(
-        self, close: Callable[[], None], stage: Stage = Stage.MEMBERS, late: Callable[[], None] | None = None
-    ) -> None:
-        self._late = late  # never changes
-        self.stage, self._pid, self._runtime = stage, os.getpid(), _runtime  # never change
-        self._closers = of_process(_Closers)  # here, for it takes a lock
-        self._close = deque([close])  # whoever takes it out closes, or cancels
-        self.finalizer: weakref.finalize[..., Any] | None = None
-        _endings[self] = None
-
-    @property
-    def is_ours(self) -> bool:
-        """False in a forked child, and after the end of the simulation in which the object lived."""
-        return self._pid == os.getpid() and (self._runtime is _runtime or isinstance(self._runtime, Python))
-
-    def is_of(self, runtime: Runtime) -> bool:
-        return self._runtime is runtime
-
-    def close_soon(self) -> None:
-        """Close on a thread, for a finalizer. Does nothing in a forked child."""
-        if self.is_ours:
-            self._closers.put(self)
-        else:
-            self.cancel()
-
-    def close(self) -> None:
-        """Close on this thread, now."""
-        close = self._take()
-        if close is not None:
-            close()
-
-    def close_at_exit(self) -> None:
-        """Late requests would only fail, each after a moment of its own, so the leases expire instead."""
-        if self.stage >= Stage.LEASES:  # what a thread is closing at this moment needs its lease and its client
-            self._closers.join(_exit_deadline)
-        if self.stage >= Stage.CLIENTS or now() < _exit_deadline:
-            self.close()
-        elif self._take() is not None and self._late is not None:
-            self._late()
-
-    def cancel(self) -> None:
-        """Never close. Idempotent."""
-        if self.finalizer is not None:
-            self.finalizer.detach()
-        self._take()
-
-    def _take(self) -> Callable[[], None] | None:
-        _endings.pop(self, None)
-        try:
-            return self._close.pop()
-        except IndexError:
-            return None
-
-
-_endings: dict[Ending, None] = {}
-"""All that are not closed, the oldest first. Any thread, one step at a time."""
 _exit_deadline = math.inf
 
 
+class _End:
+    """Closes an object's resources once: on a thread when the object is dropped, or when the process ends."""
+
+    def __init__(self, owner: object, close: Callable[[], None], last: bool) -> None:
+        self.last, self.pid, self.runtime, self.done = last, os.getpid(), _runtime, event()  # never change
+        self._close = [close]  # who takes it out closes
+        self._finalizer = weakref.finalize(owner, self.dropped)
+        self._finalizer.atexit = False
+        _ends[self] = None
+
+    def dropped(self) -> None:
+        """Python calls this in any line that allocates, whatever locks are held there: it only starts a thread. If none
+        can be started, the end of the process closes the object. Does nothing in a forked child."""
+        if self.pid == os.getpid():
+            with suppress(ThreadNotStarted):
+                self.runtime.thread(self.close, "ftcoord-forget").start()
+
+    def close(self) -> None:
+        """Or wait, at the end of the process, for the thread that does."""
+        try:
+            close = self._close.pop()
+        except IndexError:
+            self.done.wait(max(_exit_deadline - now(), 0))
+            return
+        try:
+            if self.last or now() < _exit_deadline:  # else each request would fail after a moment of its own
+                close()
+        finally:
+            self.done.set()
+            _ends.pop(self, None)
+
+    def cancel(self) -> None:
+        """Never close. Idempotent."""
+        self._close.clear()
+        self._finalizer.detach()
+        _ends.pop(self, None)
+
+
+_ends: dict[_End, None] = {}
+"""Those of all open objects, the oldest first. Any thread, one step at a time."""
+
+
 def when_forgotten(
-    owner: object,
-    close: Callable[..., None],
-    *arguments: object,
-    stage: Stage = Stage.MEMBERS,
-    late: Callable[[], None] | None = None,
+    owner: object, close: Callable[..., None], *arguments: object, last: bool = False
 ) -> Callable[[], None]:
     """Call `close(*arguments)` once: when nobody refers to `owner`, or when the process ends.
 
     The former happens on a thread of ftcoord. The latter happens on the main thread, by `atexit`: other threads still
-    run then. Anything that takes longer than `EXIT_TIMEOUT` is given up. In a forked child nothing is called for
-    objects of its parent.
+    run then. Objects that are `last` (leases, clients, servers) come after those that need them for their last writes;
+    of each kind the newest comes first. Anything that takes longer than `EXIT_TIMEOUT` is given up. In a forked child
+    nothing is called for objects of its parent.
 
-    Neither the arguments nor a thread may refer to `owner`; see `Ending` for `close` and `late`. Returns a function
-    that cancels this: call it when `owner` is closed.
+    Neither the arguments nor a thread may refer to `owner`: it would stay open until the process ends. `close` must end
+    soon even if etcd is unreachable. Returns a function that cancels this: call it when `owner` is closed.
     """
-    ending = Ending(partial(close, *arguments), stage, late)
-    ending.finalizer = weakref.finalize(owner, ending.close_soon)
-    ending.finalizer.atexit = False
-    return ending.cancel
+    return _End(owner, partial(close, *arguments), last).cancel
 
 
 def _cancel_all_of(runtime: Runtime) -> None:
     """For a simulation that has ended: nothing closes its objects any more. What they would have closed refers to all
     of the simulation, which would otherwise stay in memory for as long as the process lives."""
-    if not isinstance(runtime, Python):
-        for ending in [one for one in _endings.copy() if one.is_of(runtime)]:
-            ending.cancel()
-
-
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The same bound method, for a thread that must not keep its object alive: does nothing once the object is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call_if_there(*arguments: object) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(*arguments)
-
-    return call_if_there
+    for end in [end for end in _ends.copy() if end.runtime is runtime and not isinstance(runtime, Python)]:
+        end.cancel()
 
 
 def exit_deadline() -> float:
@@ -452,8 +327,8 @@ def join(thread: Thread) -> None:
 def _close_all() -> None:
     """Registered before any object of ftcoord exists, so users' exit handlers run earlier, and may use everything."""
     global _exit_deadline
-    left = [ending for ending in reversed(_endings.copy()) if ending.is_ours]
     _exit_deadline = now() + EXIT_TIMEOUT
     with ExitStack() as stack:  # which calls all, the last one first, though one of them fails
-        for ending in sorted(left, key=lambda one: one.stage)[::-1]:
-            stack.callback(ending.close_at_exit)
+        for end in sorted(_ends.copy(), key=lambda one: not one.last):
+            if end.pid == os.getpid():
+                stack.callback(end.close)

@@ -9,6 +9,8 @@ import contextlib
 import inspect
 import logging
 import os
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -81,8 +83,8 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         self._watch = QuorumWatch(
             lighthouse_addr,
             connect_timeout,
-            concurrency.weakly(self._note_loss),
-            concurrency.weakly(self._note_failure),
+            _weakly(self._note_loss),
+            _weakly(self._note_failure),
         )
 
     def configure(
@@ -224,6 +226,17 @@ class Manager(torchft.manager.Manager):  # type: ignore[misc]
         """See torchft."""
         self._proactive.close()
         super().shutdown(wait)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The same bound method, for a thread that must not keep its object alive: does nothing once the object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call_if_there(*arguments: object) -> None:
+        if (bound := reference()) is not None:
+            bound(*arguments)
+
+    return call_if_there
 
 
 def _abortable(pg: ProcessGroup) -> ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import suppress
 from typing import Final
@@ -23,6 +24,7 @@ _blamed = WeakSet[threading.Thread]()
 def check(timeout: float = DEADLINE) -> None:
     """Fail if anything is kept alive for longer than `timeout` seconds. It is given up then: whoever asks next is not
     blamed for it."""
+    _close_stores()
     _end_duty()
     try:
         eventually(lambda: not _alive(), lambda: f"the end of {', '.join(_alive())}", timeout)
@@ -46,6 +48,15 @@ def _end_duty() -> None:
         sentinel.end_orphans("")
         with sentinel._lock:
             sentinel._end_if_idle()
+
+
+def _close_stores() -> None:
+    """A store that was dropped stays open until the process ends, which is not what the next test should wait for."""
+    if (module := sys.modules.get("ftcoord.store.store")) is not None:  # most tests need no torch
+        for end in concurrency._ends.copy():
+            known = end._finalizer.peek()
+            if known is not None and isinstance(known[0], module.EtcdStore):
+                known[0].close()
 
 
 def _alive() -> list[str]:

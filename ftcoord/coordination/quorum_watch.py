@@ -63,9 +63,7 @@ class QuorumWatch(Closing):
         self._vigils: list[_Vigil] = []
         """The watch over the current quorum, if there is one."""
         self._closed = False
-        self._cancel_finalizer = concurrency.when_forgotten(
-            self, _end, self._vigils, self._etcd, stage=concurrency.Stage.CLIENTS
-        )
+        self._cancel_finalizer = concurrency.when_forgotten(self, _end, self._vigils, self._etcd, last=True)
 
     def follow(self, quorum_id: int) -> None:
         """Watch this quorum from now on, and no other. Does nothing after `close()`.

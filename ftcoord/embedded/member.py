@@ -216,9 +216,7 @@ class EtcdMember:
             except OSError as error:
                 raise ServerError(f"cannot start etcd: {error}; choose another data_dir or log_path") from error
             undo.pop_all()
-        self._cancel_finalizer = concurrency.when_forgotten(
-            self, _end, self._process, self._ports(), stage=concurrency.Stage.SERVERS
-        )
+        self._cancel_finalizer = concurrency.when_forgotten(self, _end, self._process, self._ports(), last=True)
         self.relaunch()
 
     def relaunch(self) -> None:

@@ -87,7 +87,7 @@ class EtcdClient(KeyCalls, Closing):
         self._watches = WatchHub(self._transport)
         self._batcher = Batcher(self._transport.write)
         self._cancel_finalizer = concurrency.when_forgotten(
-            self, _close, self._transport, self._watches, self._batcher, stage=concurrency.Stage.CLIENTS
+            self, _close, self._transport, self._watches, self._batcher, last=True
         )
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:

@@ -10,7 +10,7 @@ from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig, full_text, key_path
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.etcd.api import Etcd
-from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd.shared import SharedClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Namespace(Closing):
 
     prefix: str
     etcd: Etcd
-    own: EtcdClient | None = None
+    own: SharedClient | None = None
 
     @classmethod
     def open(
@@ -46,7 +46,7 @@ class Namespace(Closing):
         )
         if hasattr(etcd, "txn"):
             return cls(prefix, cast(Etcd, etcd))
-        client = EtcdClient(EtcdConfig.of(cast(str, etcd)))
+        client = SharedClient(EtcdConfig.of(cast(str, etcd)))
         return cls(prefix, client, client)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One client per process for all users of the same etcd: one connection, one stream of watches, shared requests."""
+"""One client per process for all users of the same etcd: one connection, one stream of watches."""
 
 from __future__ import annotations
 
@@ -14,78 +14,41 @@ from ftcoord.etcd.rpc.transport import CLIENT_CLOSED
 from ftcoord.fork import OwnerProcess
 
 
-class _Counted:
-    """A client, and how many holds it has."""
-
-    def __init__(self, config: EtcdConfig) -> None:
-        self.client = EtcdClient(config)
-        self.holders = 0  # guarded by _Clients.lock
-
-
 class _Clients:
-    """The shared clients of this process. A forked child starts with none."""
+    """The clients of this process, which it keeps until its end. A forked child starts with none."""
 
     def __init__(self) -> None:
-        # Guards known and all that is in it. Reentrant: a finalizer may close a hold where another one is made.
-        self.lock = concurrency.rlock("_Clients.lock")
-        self.known: dict[EtcdConfig, _Counted] = {}
+        self._lock = concurrency.lock("_Clients._lock")  # guards _known
+        self._known: dict[EtcdConfig, EtcdClient] = {}
 
-
-class _Hold:
-    """One hold on a client, and the watches made through it: everything that a `SharedClient` has to release."""
-
-    def __init__(self, config: EtcdConfig) -> None:
-        self._config = config
-        self._clients = concurrency.of_process(_Clients)
-        # Any thread, one step of a dict at a time: `watch()` looks at `closed` after it has put its own.
-        self.watched: dict[_Watched, Callable[[WatchItem], None]] = {}
-        with self._clients.lock:
-            self.closed = False  # written with the lock held; becomes True once, and is read without it
-            known = self._clients.known
-            self._counted = known.get(config) or known.setdefault(config, _Counted(config))
-            self._counted.holders += 1
-
-    @property
-    def client(self) -> EtcdClient:
-        """The client. Raises ClientClosed."""
-        if self.closed:
-            raise ClientClosed(CLIENT_CLOSED)
-        return self._counted.client
-
-    def let_go(self) -> None:
-        """Release the hold. Idempotent."""
-        with self._clients.lock:
-            if self.closed:
-                return
-            self.closed = True
-            self._counted.holders -= 1
-            is_last = not self._counted.holders
-            if is_last:
-                del self._clients.known[self._config]
-        if is_last:  # without the lock: it waits for threads, which may take it
-            self._counted.client.close()
-            return
-        for watched, deliver in list(self.watched.items()):
-            watched.cancel()
-            deliver(ClientClosed(CLIENT_CLOSED))
+    def of(self, config: EtcdConfig) -> EtcdClient:
+        with self._lock:
+            return self._known.get(config) or self._known.setdefault(config, EtcdClient(config))
 
 
 class SharedClient(KeyCalls, Closing):
-    """A hold on the process's client for `config`. Implements `ftcoord.etcd.api.Etcd`. Thread-safe.
+    """The process's client for `config`, for one of its users. Implements `ftcoord.etcd.api.Etcd`. Thread-safe.
 
-    `close()` ends its watches; the client is closed with its last hold. A hold that nobody refers to is released.
-    Making one raises ConfigError when a TLS file cannot be read, and ForkedProcessError, see `EtcdClient`. After
-    `close()` every call raises ClientClosed.
+    It owns no thread and no connection. `close()` ends its watches; after that every call raises ClientClosed. Making
+    one raises ConfigError when a TLS file cannot be read, and ForkedProcessError, see `EtcdClient`.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
         self._owner = OwnerProcess("this etcd client belongs to the parent process")
-        self._hold = _Hold(config)
-        self._cancel_finalizer = concurrency.when_forgotten(self, self._hold.let_go, stage=concurrency.Stage.CLIENTS)
+        self._shared = concurrency.of_process(_Clients).of(config)  # never changes
+        self._closed = False  # any thread; becomes True once
+        # Any thread, one step of a dict at a time: `watch()` looks at `_closed` after it has put its own.
+        self._watched: dict[_Watched, Callable[[WatchItem], None]] = {}
+
+    @property
+    def _client(self) -> EtcdClient:
+        if self._closed:
+            raise ClientClosed(CLIENT_CLOSED)
+        return self._shared
 
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        return self._hold.client.range(get, timeout=timeout)
+        return self._client.range(get, timeout=timeout)
 
     def txn(
         self,
@@ -95,7 +58,7 @@ class SharedClient(KeyCalls, Closing):
         *,
         timeout: float | None = None,
     ) -> TxnResult:
-        return self._hold.client.txn(compares, success, failure, timeout=timeout)
+        return self._client.txn(compares, success, failure, timeout=timeout)
 
     def submit(
         self,
@@ -106,44 +69,48 @@ class SharedClient(KeyCalls, Closing):
         timeout: float,
     ) -> None:
         try:
-            client = self._hold.client
+            client = self._client
         except ClientClosed as error:
             done(error)
             return
         client.submit(compares, success, done, timeout=timeout)
 
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
-        return self._hold.client.grant(ttl, timeout=timeout)
+        return self._client.grant(ttl, timeout=timeout)
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        return self._hold.client.renew(lease_id, timeout=timeout)
+        return self._client.renew(lease_id, timeout=timeout)
 
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
-        self._hold.client.revoke(lease_id, timeout=timeout)
+        self._client.revoke(lease_id, timeout=timeout)
 
     def status(self, *, timeout: float | None = None) -> Status:
-        return self._hold.client.status(timeout=timeout)
+        return self._client.status(timeout=timeout)
 
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
     ) -> Watch:
-        hold = self._hold
-        watched = _Watched(hold.client.watch(span, start_revision, deliver, deletes_only=deletes_only), hold.watched)
-        hold.watched[watched] = deliver
-        if hold.closed:  # meanwhile: `let_go()` may not have seen this one
+        watch = self._client.watch(span, start_revision, deliver, deletes_only=deletes_only)
+        watched = _Watched(watch, self._watched)
+        self._watched[watched] = deliver
+        if self._closed:  # meanwhile: `close()` may not have seen this one
             watched.cancel()
             raise ClientClosed(CLIENT_CLOSED)
         return watched
 
     def close(self) -> None:
-        """Release the client. Idempotent; does nothing in a forked child."""
-        if self._owner.is_current:
-            self._cancel_finalizer()
-            self._hold.let_go()
+        """End the watches. Idempotent; does nothing in a forked child."""
+        if self._closed or not self._owner.is_current:
+            return
+        self._closed = True
+        for watched in list(self._watched):
+            if (deliver := self._watched.get(watched)) is not None:
+                watched.cancel()
+                deliver(ClientClosed(CLIENT_CLOSED))
 
 
 class _Watched:
-    """A watch of one hold. Cancelling removes it from the hold."""
+    """A watch of one user. Cancelling removes it there."""
 
     def __init__(self, watch: Watch, watched: dict[_Watched, Callable[[WatchItem], None]]) -> None:
         self._watch, self._watched = watch, watched

@@ -168,7 +168,7 @@ class MetricsServer(Closing):
         self.url: Final = f"{'https' if tls else 'http'}://{host}:{listener.getsockname()[1]}/metrics"
         self._owner = OwnerProcess("this server belongs to the parent process")
         self._end = server.close
-        self._cancel_finalizer = concurrency.when_forgotten(self, server.close, stage=concurrency.Stage.SERVERS)
+        self._cancel_finalizer = concurrency.when_forgotten(self, server.close, last=True)
 
     def close(self) -> None:
         """Stop serving, at once. Idempotent; does nothing in a forked child."""
@@ -242,7 +242,7 @@ class Exporting(Closing):
         self._cancels = list[Callable[[], None]]()  # empty, or the finalizer's: taken by the one `close` that lets go
         if address is not None:
             self._export.hold(address)
-            cancel = concurrency.when_forgotten(self, self._export.let_go, stage=concurrency.Stage.SERVERS)
+            cancel = concurrency.when_forgotten(self, self._export.let_go, last=True)
             self._cancels.append(cancel)
 
     @classmethod

@@ -77,9 +77,7 @@ class Session(Closing):
             self._kept = KeptLease(etcd, lease, sent_at, listener, renewer, bystander)
             undo.pop_all()
         # In the listener may be whoever has this session: then the renewer keeps both, until that one ends it.
-        self._cancel_finalizer = concurrency.when_forgotten(
-            self, _end_forgotten, etcd, self._kept, stage=concurrency.Stage.LEASES, late=self._kept.end_renewals
-        )
+        self._cancel_finalizer = concurrency.when_forgotten(self, _end_forgotten, etcd, self._kept, last=True)
 
     @property
     def lease_id(self) -> int:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -43,12 +42,11 @@ from ftcoord.etcd.api import (
     exists,
     unchanged,
 )
-from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.etcd.retry import retry_until_answered
+from ftcoord.etcd.shared import SharedClient
 from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Fence, Made
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
-from ftcoord.store.halves import StoreResources, let_go
 from ftcoord.store.tries import Tries
 from ftcoord.store.values import number_of, value_of
 from ftcoord.store.waiting import Waiting
@@ -100,9 +98,9 @@ class EtcdStore(Store):
     - `ftcoord.store.errors.RoundOverError`, a DistStoreError, when the store's `fence` or `lease` is gone;
     - `ForkedProcessError` in a forked child.
 
-    A store is closed automatically, after a moment, when neither Python nor C++ (a PrefixStore, a process group) refers
-    to it. It works as long as C++ refers to it. If Python frees it in a reference cycle while C++ still refers to it,
-    it stays open until `close()`.
+    A store stays open until `close()` or the end of the process, also when nobody refers to it: torch's C++ objects (a
+    PrefixStore, a process group) call it without keeping it alive. Until then its lease is renewed. It has no thread
+    and no connection of its own.
 
     The semantics are TCPStore's (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Store), also
     for queues: `check` and `wait` see a queue that holds an item, and `num_keys`, `list_keys` and `delete_key` do not.
@@ -114,8 +112,6 @@ class EtcdStore(Store):
     written in Python: it raises NotImplementedError ("queue support is not implemented"). Use an EtcdStore with its own
     `prefix` instead.
     """
-
-    _open: StoreResources | None = None  # None until all arguments were accepted
 
     def __init__(
         self,
@@ -129,9 +125,10 @@ class EtcdStore(Store):
     ) -> None:
         super().__init__()
         ttl = lease_seconds("ttl", ttl)
-        own = None if hasattr(etcd, "txn") else EtcdClient(cast(EtcdConfig, etcd))
+        self.set_timeout(DEFAULT_STORE_TIMEOUT if timeout is None else timeout)
+        self._own = None if hasattr(etcd, "txn") else SharedClient(EtcdConfig.of(cast(str, etcd)))
         # Never change. `_changes` and `_waiting` have locks of their own.
-        self._etcd: Etcd = cast(Etcd, etcd) if own is None else own
+        self._etcd: Etcd = self._own or cast(Etcd, etcd)
         self._prefix = prefix
         self._data, self._queues = store_values_span(prefix).start, store_queues_span(prefix).start
         self._closed = concurrency.event()
@@ -140,8 +137,8 @@ class EtcdStore(Store):
         self._waiting = Waiting(self._etcd, until, self._closed)
         # Any thread, one step of the dict at a time. It is a hint: every change is guarded in etcd.
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
-        self._open = StoreResources(self._changes, self._waiting, own, self._closed)
-        self.set_timeout(DEFAULT_STORE_TIMEOUT if timeout is None else timeout)
+        # What it calls refers to this store, which therefore stays: C++ calls a store that Python has freed in vain.
+        self._cancel_end = concurrency.when_forgotten(self, self._end)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -322,13 +319,15 @@ class EtcdStore(Store):
 
         Idempotent.
         """
-        if self._open is not None:
-            self._open.close()
+        self._cancel_end()
+        self._end()
 
-    def __del__(self) -> None:
-        """Close the store when C++ no longer refers to it. Does nothing when the process ends."""
-        if self._open is not None and not sys.is_finalizing():
-            let_go(self, self._open)
+    def _end(self) -> None:
+        self._closed.set()
+        self._waiting.wake()
+        self._changes.close()
+        if self._own is not None:
+            self._own.close()
 
     # -- how ----------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from typing import Final
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ConfigError
-from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.namespace import Namespace
+from ftcoord.etcd.shared import SharedClient
 
 VARIABLE: Final = "FTCOORD_TIMERS"
 _PASSWORDS: Final = ("FTCOORD_PASSWORD", "FTCOORD_PASSWORD_FILE", "ETCDCTL_USER", "ETCDCTL_PASSWORD")
@@ -53,5 +53,5 @@ def inherited(env: Mapping[str, str] | None = None) -> Namespace:
         raise
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(VARIABLE, "<text>", "this is not what an agent of ftcoord sets; unset it") from error
-    client = EtcdClient(config)
+    client = SharedClient(config)
     return Namespace(prefix, client, client)

@@ -29,7 +29,7 @@ def test_only_what_was_dropped_is_closed_by_a_thread(close: bool, monkeypatch: p
     """The garbage collector would start one for each that was closed, whenever it pleases."""
     gc.collect()  # closes what earlier tests have dropped
     begun: list[object] = []
-    monkeypatch.setattr(concurrency.DetachedThreads, "start", lambda threads: begun.append(threads))
+    monkeypatch.setattr(concurrency._End, "dropped", lambda end: begun.append(end))
     with MemoryEtcd() as etcd:
         election = ftcoord.Election("run", "e", etcd=etcd.client())
         if close:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -88,48 +87,83 @@ def test_each_item_is_got_once_whoever_waits() -> None:
     ), "in the order in which they were put"
 
 
-def test_threads_that_are_about_to_start_can_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of the process waits on the main thread while another one starts them."""
-    waiting, done = deque([1, 2]), []
-    threads = concurrency.DetachedThreads(lambda: done.append(waiting.popleft()), waiting, 1)
-    start = threading.Thread.start
-
-    def join_first(thread: threading.Thread) -> None:
-        threads.join(concurrency.now())
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", join_first)
-    threads.start()
-    while waiting:
-        threads.join(concurrency.now() + 60)
-    threads.join(concurrency.now() + 60)
-    assert done == [1, 2]
+class Owner:
+    """What is dropped."""
 
 
-def test_a_thread_that_cannot_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting, done = deque([1]), []
-    threads = concurrency.DetachedThreads(lambda: done.append(waiting.popleft()), waiting, 1)
+@pytest.fixture
+def end_of_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What the end of the process does with the objects of the test."""
+    monkeypatch.setattr(concurrency, "_ends", {})
+    monkeypatch.setattr(concurrency, "_exit_deadline", concurrency.exit_deadline())
+    return concurrency._close_all
 
+
+def test_what_is_dropped_is_closed_once_on_a_thread(end_of_process: Callable[[], None]) -> None:
+    """The collector may run in any line, under any lock."""
+    closed: concurrency.Queue[str] = concurrency.inbox()
+    owner = Owner()
+    concurrency.when_forgotten(owner, lambda: closed.put(concurrency.current_thread().name))
+    del owner
+    assert closed.get(timeout=DEADLINE) == "ftcoord-forget"
+    end_of_process()
+    assert closed.empty()
+
+
+def test_what_was_closed_is_not_closed_again(end_of_process: Callable[[], None]) -> None:
+    owner, closed = Owner(), list[object]()
+    cancel = concurrency.when_forgotten(owner, closed.append, 1)
+    cancel()
+    cancel()
+    del owner
+    end_of_process()
+    assert closed == []
+
+
+def test_the_end_of_the_process_closes_members_before_the_clients_that_they_need(
+    end_of_process: Callable[[], None],
+) -> None:
+    """A lease that was granted anew is newer than its member."""
+    owners, closed = [Owner() for _ in range(4)], list[object]()
+    concurrency.when_forgotten(owners[0], closed.append, "client", last=True)
+    concurrency.when_forgotten(owners[1], closed.append, "old member")
+    concurrency.when_forgotten(owners[2], closed.append, "member")
+    concurrency.when_forgotten(owners[3], closed.append, "lease", last=True)
+    end_of_process()
+    assert closed == ["member", "old member", "lease", "client"]
+
+
+def test_the_end_of_the_process_waits_for_what_a_thread_is_closing(end_of_process: Callable[[], None]) -> None:
+    begun, go_on, closed = threading.Event(), threading.Event(), list[object]()
+
+    def close() -> None:
+        begun.set()
+        go_on.wait(DEADLINE)
+        closed.append("dropped")
+
+    client, owner = Owner(), Owner()
+    concurrency.when_forgotten(client, lambda: closed.append("client"), last=True)
+    concurrency.when_forgotten(owner, close)
+    del owner
+    assert begun.wait(DEADLINE)
+    helper = threading.Timer(0.1, go_on.set)
+    helper.start()
+    end_of_process()
+    assert closed == ["dropped", "client"]
+    helper.join(DEADLINE)
+
+
+def test_where_no_thread_starts_the_end_of_the_process_closes(
+    end_of_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    owner, closed = Owner(), list[object]()
+    concurrency.when_forgotten(owner, closed.append, 1)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        threads.start()
-    began = concurrency.now()
-    threads.join(began + 60)
-    assert concurrency.now() < began + 30
-    threads.start()  # its permit came back
-    while waiting:
-        threads.join(concurrency.now() + 60)
-    assert done == [1]
-
-
-def test_what_there_is_no_time_to_close_at_the_end_says_so_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the sentinel would renew its lease for as long as the process takes to end."""
-    monkeypatch.setattr(concurrency, "_exit_deadline", concurrency.now() - 1)
-    told: list[str] = []
-    ending = concurrency.Ending(lambda: told.append("closed"), concurrency.Stage.LEASES, lambda: told.append("rests"))
-    ending.close_at_exit()
-    ending.close_at_exit()
-    assert told == ["rests"]
+        del owner
+    assert closed == []
+    end_of_process()
+    assert closed == [1]

@@ -33,7 +33,7 @@ def no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "socket", refuse)
     for module in ("ftcoord.etcd.namespace", "ftcoord.timer.environment"):
-        monkeypatch.setattr(f"{module}.EtcdClient", refuse)
+        monkeypatch.setattr(f"{module}.SharedClient", refuse)
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
@@ -80,7 +80,7 @@ def test_wrong_types() -> None:
 
 
 def test_a_heartbeat_is_a_context_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcoord.etcd.namespace.EtcdClient", lambda config: None)
+    monkeypatch.setattr("ftcoord.etcd.namespace.SharedClient", lambda config: None)
     with pytest.raises(RuntimeError, match="with Heartbeat"):
         ftcoord.Heartbeat("job", "me", 5).update(1)
 
@@ -112,7 +112,7 @@ class Keys:
 def timers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[client_module.EtcdTimerClient, Keys]]:
     keys = Keys()
     monkeypatch.setattr(client_module, "LeasedKeys", lambda *_: keys)
-    monkeypatch.setattr("ftcoord.etcd.namespace.EtcdClient", lambda config: EtcdNowhere())
+    monkeypatch.setattr("ftcoord.etcd.namespace.SharedClient", lambda config: EtcdNowhere())
     client = ftcoord.timer.EtcdTimerClient("job", NOWHERE)
     yield client, keys
     client.close()
@@ -210,7 +210,7 @@ def test_a_process_is_known_by_its_start() -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[EtcdConfig]:
     """The configurations that clients were made with."""
     configs: list[EtcdConfig] = []
-    monkeypatch.setattr("ftcoord.timer.environment.EtcdClient", configs.append)
+    monkeypatch.setattr("ftcoord.timer.environment.SharedClient", configs.append)
     return configs
 
 

@@ -91,8 +91,8 @@ class _Source:
 class WatchHub:
     """The watches of one client, and the thread that reads their stream. Thread-safe.
 
-    The thread runs while there are watchers. If it fails with an unexpected error, each watcher gets an EtcdError, and
-    the next one starts another thread.
+    The thread ends a moment after its last watcher. If it fails with an unexpected error, each watcher gets an
+    EtcdError, and the next one starts another thread.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -385,11 +385,14 @@ class _Stream:
     def _requests(self) -> Iterator[Any]:
         """Runs on a gRPC thread: yields the requests, and checks the stream's health in between."""
         while not self.ended:
-            with contextlib.suppress(concurrency.Empty):
+            try:
                 request = self._outbox.get(timeout=STREAM_CHECK_INTERVAL)
                 if request is None:
                     return
                 yield self._with_etcds_id(request)
+            except concurrency.Empty:
+                if self._idle():  # the hub's thread ends with it, though the process keeps its client
+                    self.cancel()
             self._probe(concurrency.now())
 
     def _with_etcds_id(self, request: Any) -> Any:
@@ -419,7 +422,7 @@ class _Stream:
             self._give_up("does not answer")
         elif self._moved():
             self._give_up("was blamed by other calls")
-        elif self._asked_at is None and now - heard_at > PROBE_AFTER and not self._idle():
+        elif self._asked_at is None and now - heard_at > PROBE_AFTER:
             self._asked_at = now
             self.send(messages.message("WatchRequest")(create_request={"key": b"\0", "watch_id": PROBE_ID}))
             self.send(_cancel(PROBE_ID))
