@@ -28,7 +28,7 @@ _FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "drain even if too few no
 _IDLE: Final = Flag(
     "--idle", "FTCOORD_GC_IDLE", "also delete jobs that are not over but have no members", whole(0, 1), 0
 )
-_WAIT: Final = Flag("--wait", "FTCOORD_KILL_WAIT", "seconds to wait for the manager to obey", seconds, 10.0, "SECONDS")
+_WAIT: Final = Flag("--wait", "FTCOORD_KILL_WAIT", "seconds to wait until it is gone", seconds, 10.0, "SECONDS")
 
 
 def add_commands(commands: Any) -> None:
@@ -70,7 +70,7 @@ def add_commands(commands: Any) -> None:
     kill = commands.add_parser(
         "kill",
         help="end the process of a replica's manager",
-        description="Order a replica's manager to end its process, and wait until it has obeyed. This also works for"
+        description="Order a replica's manager to end its process, and wait until it is gone. This also works for"
         " replicas behind `ftcoord gateway`.",
     )
     add_job(kill)

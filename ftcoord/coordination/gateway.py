@@ -11,19 +11,22 @@ import functools
 import logging
 import math
 import socket
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, TypeVar, cast
 
 from ftcoord import concurrency
+from ftcoord.closing import Closing
 from ftcoord.config import listen_address
 from ftcoord.coordination import peers
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import REQUEST_TIMEOUT
-from ftcoord.coordination.gateway_kills import GatewayKills
+from ftcoord.coordination.failure import TRANSPORT_ERROR
 from ftcoord.coordination.gateway_limits import CALL_THREADS, MOST_RPCS, WaitingCalls, address_of, most_connections
 from ftcoord.coordination.gateway_sessions import GatewaySessions
+from ftcoord.coordination.kills import watch_kills
 from ftcoord.coordination.lighthouse_wire import (
     HEARTBEAT_RESPONSE,
     SERVICE,
@@ -31,13 +34,20 @@ from ftcoord.coordination.lighthouse_wire import (
     read_heartbeat,
     read_quorum_request,
 )
+from ftcoord.coordination.manager_client import place_of
 from ftcoord.coordination.native_calls import answering, serve, time_left
+from ftcoord.coordination.native_manager import NativeManager
 from ftcoord.coordination.pending_call import PendingCall
+from ftcoord.coordination.rank_frames import KillOrder
+from ftcoord.core.layout import member_of
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.errors import ServerError, ThreadNotStarted
+from ftcoord.escaping import neutral
+from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
+from ftcoord.primitives.informer import Informer
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +55,10 @@ IDLE_TIMEOUT: Final = 60.0
 """Seconds after which a connection without calls is ended, but at least twice the heartbeat timeout."""
 HANDSHAKE_TIMEOUT: Final = 10.0
 """Seconds that a new connection has until it must use gRPC's protocol."""
+KILL_TIMEOUT: Final = 5.0
+"""Seconds that a manager may take to exit after its order was read, including the time in the queue."""
+KILL_THREADS: Final = 16
+"""The most managers that are called at a time."""
 
 _Self = TypeVar("_Self", bound="Gateway")
 
@@ -127,7 +141,7 @@ class _Service:
         self._asks = DaemonPool(CALL_THREADS, "ftcoord-asks")
         self._kills = GatewayKills(etcd, job.prefix, lambda member: self._sessions.manager_of(member))
         ended = functools.partial(peers.ended, port)
-        self._sessions = GatewaySessions(etcd, job, ended, self._kills.look_again)
+        self._sessions = GatewaySessions(etcd, job, ended)
 
     @property
     def has_failed(self) -> bool:
@@ -135,7 +149,8 @@ class _Service:
         return self._sessions.has_failed
 
     def serve(self, server: grpc.Server) -> None:
-        """Register the handlers with a server that was not started yet."""
+        """Register the handlers with a server that was not started yet, and obey orders. Raises ThreadNotStarted."""
+        self._kills.begin()
         serve(server, SERVICE, {"Quorum": self._quorum, "Heartbeat": self._heartbeat})
 
     def close(self) -> None:
@@ -147,7 +162,6 @@ class _Service:
     def _quorum(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with answering(context):
             request = read_quorum_request(message)
-            self._watch_kills()
             caller = PendingCall()
             if not context.add_callback(caller.leave):  # gRPC calls it on a thread of its own, when the call ends
                 raise TimeoutError("the caller went away")
@@ -159,13 +173,8 @@ class _Service:
     def _heartbeat(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with answering(context):
             deadline = concurrency.now() + min(time_left(context), self._beat_timeout)
-            self._watch_kills()
             self._sessions.beat(read_heartbeat(message), context.peer(), deadline)
         return HEARTBEAT_RESPONSE
-
-    def _watch_kills(self) -> None:
-        with contextlib.suppress(ThreadNotStarted):  # what else needs a thread says so
-            self._kills.begin()
 
     def _response(self, quorum: QuorumRecord) -> bytes:
         """All members of a quorum get the same bytes."""
@@ -173,6 +182,70 @@ class _Service:
         if last is None or last[0] is not quorum:
             last = self._last_response = (quorum, quorum_response(quorum))
         return last[1]
+
+
+class GatewayKills(Closing):
+    """Makes managers exit that an order names, from `begin()` to `close()`. What it does, it logs.
+
+    torchft's own managers do not use etcd. So it calls them by torchft's protocol, as torchft's lighthouse does.
+
+    Args:
+        etcd: the client; not closed here.
+        prefix: the prefix of the job's quorums.
+        manager_of: returns the address of a member's manager; None for a member of another gateway, or one that has
+            asked for no quorum yet.
+
+    If the watch fails, the error is logged and the replicas keep training, but nobody can kill them through etcd until
+    the gateway is restarted.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str, manager_of: Callable[[str], str | None]) -> None:
+        self._etcd, self._prefix, self._manager_of = etcd, prefix, manager_of  # never change
+        self._informer: Informer | None = None
+        # Key and lease of each order that was obeyed; only the watch's thread. A manager that was restarted since,
+        # under the same name and lease, must not get the order for its predecessor.
+        self._seen: set[tuple[str, int]] = set()
+        self._pool = DaemonPool(KILL_THREADS, "ftcoord-killing")
+
+    def begin(self) -> None:
+        """Start to watch the orders. Call it once. Raises ThreadNotStarted."""
+        self._informer = watch_kills(self._etcd, self._prefix, self._obey, _note_failure)
+
+    def close(self) -> None:
+        """Stop. Waits a few seconds at most for managers that are being called. Idempotent."""
+        if self._informer is not None:
+            self._informer.close()
+        self._pool.close()
+
+    def _obey(self, order: KeyValue) -> None:
+        """On the watch's thread, which does not wait for managers."""
+        address = self._manager_of(member_of(order.key))
+        if address is None or (order.key, order.lease) in self._seen:
+            return
+        self._seen.add((order.key, order.lease))
+        try:
+            self._pool.submit(_kill, address, order.value.decode(errors="replace"), concurrency.now() + KILL_TIMEOUT)
+        except ThreadNotStarted as error:
+            log.warning("the manager at %s is not ended, as ordered: %s", neutral(address), error)
+
+
+def _kill(address: str, message: str, deadline: float) -> None:
+    """Make a manager exit before the monotonic `deadline`."""
+    try:
+        with contextlib.closing(NativeManager(*place_of(address), deadline)) as manager:
+            answer = manager.call(KillOrder(message), deadline)
+    except (ValueError, OSError) as error:  # no address; nobody there; TimeoutError
+        problem = str(error)
+    else:  # it looks like an error of the transport when the process has ended before it answered
+        problem = "" if isinstance(answer, bytes) or answer == TRANSPORT_ERROR else answer.message
+    if problem:
+        log.warning("the manager at %s does not end, as ordered (%s): %s", neutral(address), neutral(message), problem)
+    else:
+        log.info("the manager at %s was ended: %s", neutral(address), neutral(message))
+
+
+def _note_failure(error: BaseException) -> None:
+    log.error("orders to kill replicas are not obeyed any longer: %s; start the gateway again", error)
 
 
 def _bind(host: str, port: int, job: Job, pool: DaemonPool) -> tuple[grpc.Server, int]:

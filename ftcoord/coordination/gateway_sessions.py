@@ -96,7 +96,6 @@ class GatewaySessions:
         etcd: the client.
         job: the job and its rules.
         ended: returns which of these peers, as gRPC names them, are no longer connected; see `peers`.
-        on_manager: called when the address of a replica's manager has become known; must not block.
 
     If the thread that looks for silent replicas failed, no replica would ever count as dead. So all of their leases are
     then left to expire, and each call raises ServerError.
@@ -107,9 +106,8 @@ class GatewaySessions:
         etcd: Etcd,
         job: Job,
         ended: Callable[[Collection[str]], Collection[str]],
-        on_manager: Callable[[], None],
     ) -> None:
-        self._etcd, self._job, self._ended, self._on_manager = etcd, job, ended, on_manager  # never change
+        self._etcd, self._job, self._ended = etcd, job, ended  # never change
         timeout = job.heartbeat_timeout
         self._forward_interval = timeout * BEAT_FRACTION if timeout < LEASE_FLOOR else None
         self._silent_after = max(timeout, LEASE_FLOOR)
@@ -141,9 +139,7 @@ class GatewaySessions:
         """The next quorum with this replica in it. Raises what `Replica.ask` raises, and ServerError."""
         with self._visit(request.replica_id, peer) as session:
             with self._lock:
-                is_news, session.manager = session.manager != request.address, request.address
-            if is_news:
-                self._on_manager()
+                session.manager = request.address
             caller.waits_for(session.replica)
             return session.replica.ask(request, deadline, caller.gone)
 

@@ -178,16 +178,15 @@ class LighthouseClient:
     def kill(self, replica_id: str, message: str, timeout: timedelta = timedelta(seconds=10)) -> None:
         """Make the process of a replica's manager exit with status 1. In torchft, only the dashboard can do that.
 
-        Returns when the manager has taken the order, or its lease has ended. A later replica of the same name is left
-        alone.
+        Returns when the replica is no member of the job any longer. A later replica of the same name is left alone.
 
         Args:
             replica_id: the replica's name.
             message: the reason, for the manager's log.
             timeout: how long to wait, a timedelta.
 
-        Raises TimeoutError when the manager has not taken the order in time or etcd does not answer, and RuntimeError
-        when etcd refuses or there is no such replica.
+        Raises TimeoutError when it is still a member after that time or etcd does not answer; the process may end yet,
+        within a minute. Raises RuntimeError when etcd refuses or there is no such replica.
         """
         deadline = concurrency.now() + checks.seconds("timeout", timeout)
         replica, why = checks.string("replica_id", replica_id), checks.string("message", message)

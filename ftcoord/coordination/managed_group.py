@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -14,16 +15,19 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import connect, torchft_errors
-from ftcoord.coordination.kills import ends_here, watch_kills
+from ftcoord.coordination.kills import watch_kills
 from ftcoord.coordination.own_place import in_url, own_place
 from ftcoord.coordination.policy import LEASE_FLOOR
-from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.coordination.rank_group import RankGroup, end_process
 from ftcoord.coordination.rank_port import RankPort, listen, stop_listening
 from ftcoord.coordination.ranks import RankRequest
 from ftcoord.coordination.replica import Replica
+from ftcoord.core.layout import member_of
 from ftcoord.core.manager_address import TOKEN_BYTES, with_token
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import EtcdError, ServerError
+from ftcoord.escaping import neutral
+from ftcoord.etcd.api import KeyValue
 from ftcoord.logs import show_if_asked
 from ftcoord.metrics.exporter import Exporting
 
@@ -87,7 +91,7 @@ class ManagedGroup:
                 self._replica = Replica(etcd, job, identity.replica_id, keeps_lease=True)
                 ends.callback(self._replica.leave, LEAVE_TIMEOUT)
                 self._join(job, connect_timeout)
-                ends.callback(watch_kills(etcd, job.prefix, ends_here(self._replica.was), self._fail).close)
+                ends.callback(watch_kills(etcd, job.prefix, self._obey, self._fail).close)
                 interval = heartbeat_interval if job.heartbeat_timeout < LEASE_FLOOR else None
                 self._start_beats(interval, job.heartbeat_timeout, ends)
                 token, address = token_hex(TOKEN_BYTES), f"http://{in_url(host)}:{listener.getsockname()[1]}"
@@ -106,6 +110,16 @@ class ManagedGroup:
             return
         with suppress(IndexError):
             self._ends.pop().close()
+
+    def _obey(self, order: KeyValue) -> None:
+        """End this process if an order names a member that it is, or was. It writes why, and gives its lease up, so
+        that who gave the order sees at once that it goes, also without a sentinel."""
+        if self._replica.was(member_of(order.key)):
+            message, host = order.value.decode(errors="replace"), f"{socket.gethostname()} (pid {os.getpid()})"
+            try:
+                self._replica.leave(LEAVE_TIMEOUT, f"{host} was ended by an order: {neutral(message)}")
+            finally:
+                end_process(message)
 
     def _join(self, job: Job, timeout: float) -> None:
         try:

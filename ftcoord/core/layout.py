@@ -296,11 +296,6 @@ def kill_key(prefix: str, member: str) -> str:
     return f"{kills_span(prefix).start}{member}"
 
 
-def kill_mark_key(prefix: str, lease: int) -> str:
-    """The mark of the kill order under this lease: it shows that the order was written, also when it was taken."""
-    return f"{prefix}/ordered/{lease:016x}"
-
-
 # -- timers and heartbeats ------------------------------------------------------------------------------------------
 
 

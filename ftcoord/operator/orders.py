@@ -140,7 +140,7 @@ def replica_called(etcd: EtcdCalls, key_prefix: str, job: str, name: str) -> str
 
 
 def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: str, wait: float, by: str) -> Done:
-    """End the process of a replica's manager, and wait at most `wait` seconds until it has exited.
+    """End the process of a replica's manager, and wait at most `wait` seconds until its member is gone.
 
     Raises NothingThere and EtcdError.
     """
@@ -149,14 +149,11 @@ def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: s
     try:
         prefix = quorum_prefix(key_prefix, job)
         told = ordered(etcd, prefix, f"{replica}: {message}", replica, by)
-        is_taken = order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=told)
+        order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=told)
     except NotInQuorum:
         raise NothingThere(f"no live replica of {job!r} is called {replica!r}: `ftcoord status` shows them") from None
     except TimeoutError as error:
         raise NothingThere(f"{replica!r} was not killed in time: {error}") from None
-    if not is_taken:
-        left = f"{replica!r}: its lease ended before it took the order; its process may live"
-        return Done(FORMAT, job, (), (left,))
     return Done(FORMAT, job, (f"killed the manager of {replica!r}: {message}",))
 
 

@@ -29,7 +29,7 @@ from ftcoord.coordination import (
     ManagerClient,
     ManagerServer,
     Observer,
-    kills,
+    managed_group,
     policy,
     rank_group,
 )
@@ -198,7 +198,7 @@ def test_a_manager_that_hears_no_orders_any_more_leaves_the_job(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job.manager("a")
-    monkeypatch.setattr(kills, "member_of", fail)
+    monkeypatch.setattr(managed_group, "member_of", fail)
     job.client.put(kill_key(parse_address(job.address).prefix, "nobody"), b"why")
     eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
     eventually(lambda: not job.keys("members/"), "nobody counts on it")
@@ -240,7 +240,7 @@ def test_a_manager_that_cannot_come_back_any_more_leaves_the_job(
 def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would keep dead replicas alive."""
     job.rules(heartbeat_timeout_ms=3_000)
-    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: (), lambda: None)
+    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: ())
     job.stack.callback(sessions.close)
     deadline = time.monotonic() + DEADLINE
     sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
@@ -262,7 +262,7 @@ def test_who_has_gone_silent_is_not_kept_alive_though_it_cannot_be_ended(
 ) -> None:
     """Its lease expires; the gateway goes on."""
     job.rules(heartbeat_timeout_ms=3_000)
-    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: (), lambda: None)
+    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: ())
     job.stack.callback(sessions.close)
 
     def fail(*args: Any) -> None:

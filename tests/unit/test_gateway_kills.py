@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +10,8 @@ from helpers import DEADLINE, eventually
 from replicas_in_memory import PREFIX, join
 
 from ftcoord import concurrency
-from ftcoord.coordination import gateway_kills
-from ftcoord.coordination.gateway_kills import GatewayKills
-from ftcoord.coordination.kills import order_kill
+from ftcoord.coordination import gateway
+from ftcoord.coordination.gateway import KILL_TIMEOUT, GatewayKills
 from ftcoord.core.layout import kill_key, member_id
 from ftcoord.testing import MemoryClient, MemoryEtcd
 
@@ -24,60 +22,60 @@ def client() -> Iterator[MemoryClient]:
         yield client
 
 
-def kill(client: MemoryClient, name: str, wait: float = DEADLINE) -> None:
-    order_kill(client, PREFIX, name, "why", concurrency.now() + wait)
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The managers that were called, each with its message, and in time."""
+    called: list[tuple[str, str]] = []
+
+    def call(address: str, message: str, deadline: float) -> None:
+        assert 0 < deadline - concurrency.now() <= KILL_TIMEOUT
+        called.append((address, message))
+
+    monkeypatch.setattr(gateway, "_kill", call)
+    return called
 
 
-def test_an_order_is_taken_when_its_manager_has_ended(client: MemoryClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    member, ended = member_id(join(client, "east")), threading.Event()
-    told: list[tuple[str, str]] = []
-
-    def end(address: str, message: str, _deadline: float) -> str:
-        assert client.get(kill_key(PREFIX, member)).one is not None, "it is not taken yet"
-        told.append((address, message))
-        ended.set()
-        return ""
-
-    monkeypatch.setattr(gateway_kills, "_kill", end)
+def test_each_order_is_for_one_manager_once(client: MemoryClient, called: list[tuple[str, str]]) -> None:
+    """A manager that was restarted since, under the same name and lease, does not get its predecessor's."""
+    member = member_id(join(client, "east"))
+    order, other = kill_key(PREFIX, member), kill_key(PREFIX, "0" * 16)
     with GatewayKills(client, PREFIX, {member: "http://east:1"}.get) as kills:
         kills.begin()
-        kills.begin()
-        kill(client, "east")
-        assert ended.wait(DEADLINE)
-    assert told == [("http://east:1", "why")]
-
-
-def test_one_that_is_not_obeyed_is_not_taken_and_never_given_to_a_successor(
-    client: MemoryClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    member, told = member_id(join(client, "east")), list[str]()
-
-    def refuse(address: str, _message: str, _deadline: float) -> str:
-        told.append(address)
-        return "it listens to nobody"
-
-    monkeypatch.setattr(gateway_kills, "_kill", refuse)
-    order, other = kill_key(PREFIX, member), kill_key(PREFIX, "0" * 16)
-    with caplog.at_level(logging.WARNING), GatewayKills(client, PREFIX, {member: "http://east:1"}.get) as kills:
-        kills.begin()
-        client.put(order, b"why", client.grant(60).id)
-        eventually(lambda: "it listens to nobody" in caplog.text, "it is said")
+        lease = client.grant(60).id
+        client.put(order, b"why", lease)
+        eventually(lambda: called == [("http://east:1", "why")], "its manager is called")
         for value in (b"1", b"2"):  # another change has all orders looked at again
             client.put(other, value)
+        client.put(order, b"why", lease)  # by one whose answer was lost
         client.put(order, b"again", client.grant(60).id)
-        eventually(lambda: len(told) == 2, "what was ordered anew is handed on")
-    assert client.get(order).one is not None
-    assert told == ["http://east:1"] * 2
+        eventually(lambda: len(called) == 2, "what was ordered anew is obeyed")
+    assert called == [("http://east:1", "why"), ("http://east:1", "again")]
 
 
-def test_orders_for_others_replicas_are_left_alone(client: MemoryClient) -> None:
-    join(client, "east")
-    with GatewayKills(client, PREFIX, lambda _member: None) as kills:
+def test_an_order_waits_for_the_address_of_its_manager(client: MemoryClient, called: list[tuple[str, str]]) -> None:
+    """And is left to others who have it."""
+    member, managers = member_id(join(client, "east")), dict[str, str]()
+    with GatewayKills(client, PREFIX, managers.get) as kills:
         kills.begin()
-        with pytest.raises(TimeoutError, match="or its gateway"):
-            kill(client, "east", wait=0.2)
+        client.put(kill_key(PREFIX, member), b"why", client.grant(60).id)
+        client.put(kill_key(PREFIX, "0" * 16), b"another")
+        managers[member] = "http://east:1"
+        client.put(kill_key(PREFIX, "0" * 16), b"once more")
+        eventually(lambda: called, "it is called")
+
+
+def test_no_manager_is_called_after_the_end(client: MemoryClient, called: list[tuple[str, str]]) -> None:
+    member = member_id(join(client, "east"))
+    with GatewayKills(client, PREFIX, {member: "http://east:1"}.get) as kills:
+        kills.begin()
+    client.put(kill_key(PREFIX, member), b"why")
+    assert called == []
 
 
 @pytest.mark.parametrize("address", ["", "https://x:1", "http://x", "http://127.0.0.1:1"])
-def test_a_manager_that_cannot_be_reached_is_a_problem_in_words(address: str) -> None:
-    assert gateway_kills._kill(address, "why", concurrency.now() + DEADLINE)
+def test_a_manager_that_cannot_be_reached_is_logged(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        gateway._kill(address, "why", concurrency.now() + DEADLINE)
+    (line,) = caplog.records
+    assert line.levelno == logging.WARNING
+    assert "does not end, as ordered (why): " in line.getMessage()

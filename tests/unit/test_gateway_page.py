@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import pytest
 from helpers import DEADLINE
 from page_calls import TOKEN, Answer, Clerk, Site
 
-from ftcoord.coordination.kills import OrderedKill, watch_kills
+from ftcoord.coordination.kills import watch_kills
 from ftcoord.core import death_records, quorum_head, quorum_records
 from ftcoord.core.death_records import Death
 from ftcoord.core.layout import (
@@ -16,6 +16,7 @@ from ftcoord.core.layout import (
     decided_key,
     member_id,
     member_key,
+    member_of,
     members_span,
     quorum_prefix,
     roster_key,
@@ -27,7 +28,7 @@ from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
 from ftcoord.dashboard.board import Board, LeaseBook
 from ftcoord.dashboard.torchft_paths import TorchftPaths
-from ftcoord.etcd.api import Get, Put
+from ftcoord.etcd.api import Get, KeyValue, Put
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import FORMAT, Done
@@ -38,7 +39,7 @@ HOSTILE = "<script>x</script>"
 
 
 class GatewaySite(Site):
-    """A gateway's page about the job `a/b`, and the manager that takes each order to kill."""
+    """A gateway's page about the job `a/b`, and the managers that obey each order to end."""
 
     def __init__(self, client: MemoryClient, board: Board) -> None:
         super().__init__(client, board)
@@ -58,8 +59,10 @@ class GatewaySite(Site):
         sent = {one.replace("_", "-"): text for one, text in headers.items()}
         return self.get(f"/replica/{name}/kill", method="POST", headers=sent)
 
-    def obey(self, orders: Sequence[OrderedKill]) -> None:
-        self.killed += [order.message for order in orders if order.take()]
+    def obey(self, order: KeyValue) -> None:
+        for member in self.client.get(member_key(quorum_prefix("/f", "a/b"), member_of(order.key))).kvs:
+            self.killed.append(order.value.decode())
+            self.client.revoke(member.lease)
 
 
 def write_quorum(client: MemoryClient, steps: Mapping[str, int]) -> None:

@@ -117,7 +117,6 @@ FLOORS = (
     "coordination.lighthouse coordination.manager_client coordination.pending_call coordination.rank_port",
     "coordination.gateway_limits",
     "coordination.gateway_sessions",
-    "coordination.gateway_kills",
     "coordination.gateway coordination.managed_group",
     "coordination.manager",
     "coordination",

@@ -52,7 +52,6 @@ KEYS = {
     "config_key": layout.config_key(RUN, "name"),
     "kills_span": layout.kills_span(RUN).start,
     "kill_key": layout.kill_key(RUN, HEX),
-    "kill_mark_key": layout.kill_mark_key(RUN, LEASE),
     "election_prefix": ELECTION,
     "recipe_spans": layout.recipe_spans(RUN)[0].start,
     "term_key": layout.term_key(ELECTION, 7),
