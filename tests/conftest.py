@@ -14,6 +14,7 @@ import kept
 import locks
 import pytest
 from helpers import DEADLINE
+from metrics_served import stop_serving
 
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.cluster import EtcdCluster
@@ -89,6 +90,14 @@ def no_process_crashes() -> Iterator[None]:
     """None that a test starts, also where the test does not look at its exit code."""
     yield
     assert crashes.crashed() == []
+
+
+@pytest.fixture
+def serves_no_metrics() -> Iterator[None]:
+    """Before and after a test that has this process serve its metrics."""
+    stop_serving()
+    yield
+    stop_serving()
 
 
 @pytest.fixture(autouse=True)

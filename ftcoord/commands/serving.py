@@ -23,15 +23,15 @@ from ftcoord.errors import ConfigError, EtcdError
 from ftcoord.logs import show_if_asked, show_log_lines
 from ftcoord.metrics.exporter import (
     LOOPBACK,
-    Exporting,
     MetricsAddress,
     MetricsServer,
     ServingTls,
     host_names,
     listening_host,
     port_number,
-    prometheus,
+    serve_process,
 )
+from ftcoord.metrics.process import prometheus
 
 if TYPE_CHECKING:
     from ftcoord.dashboard.serving import PageServer
@@ -206,11 +206,11 @@ def _gateway(options: argparse.Namespace) -> int:
     host, _ = listen_address("--listen", options.listen)
     warn_of(host, "can join and stop the job, and have its replicas run code: torchft's protocol has no login")
     ended = _event_of_the_end()
-    with Gateway(options.etcd, options.listen) as gateway, Exporting(metrics_at) as exporting, page() as served:
+    with Gateway(options.etcd, options.listen) as gateway, page() as served:
         print(f"gateway serves on {gateway.address()}; Ctrl-C ends it", flush=True)
         print(f"TORCHFT_LIGHTHOUSE={gateway.address()}", flush=True)
-        if exporting.url is not None:
-            print(f"metrics are at {exporting.url}", flush=True)
+        if (url := serve_process(metrics_at)) is not None:
+            print(f"metrics are at {url}", flush=True)
         if served is not None:
             print(f"the page is at {served.address}, and torchft's /status", flush=True)
         try:
@@ -254,7 +254,7 @@ def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextMa
 def _metrics(options: argparse.Namespace) -> int:
     config, address = etcd_config(options), _metrics_address(options)
     prometheus()  # before the next line needs it
-    from ftcoord.metrics.runs import RunsCollector
+    from ftcoord.operator.metrics import RunsCollector
 
     show_log_lines()
     warn_of(address.host, address.open_to)

@@ -29,7 +29,7 @@ from ftcoord.errors import EtcdError, ServerError
 from ftcoord.escaping import neutral
 from ftcoord.etcd.api import KeyValue
 from ftcoord.logs import show_if_asked
-from ftcoord.metrics.exporter import Exporting
+from ftcoord.metrics.exporter import MetricsAddress, serve_process
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class ManagedGroup:
         at a time."""
         with ExitStack() as ends:
             try:
-                ends.callback(Exporting.of_environment().close)
+                serve_process(MetricsAddress.of_environment())
                 place, host = own_place(bind, identity.hostname, parse_address(lighthouse_addr))
                 listener = listen(place)
                 ends.callback(stop_listening, listener)

@@ -172,7 +172,7 @@ def _runs(etcd: EtcdConfig, key_prefix: str) -> Collect:
     made = list[Collect]()
 
     def collect() -> Iterable[Metric]:
-        from ftcoord.metrics.runs import RunsCollector
+        from ftcoord.operator.metrics import RunsCollector
 
         if not made:
             made.append(RunsCollector(etcd, key_prefix).collect)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from ftcoord import __version__, concurrency, files
+from ftcoord import concurrency, files
 from ftcoord.closing import Closing
 from ftcoord.config import exposure, parse_host, redacted, text, variable, whole
 from ftcoord.errors import ConfigError, ServerError, ThreadNotStarted
 from ftcoord.fork import OwnerProcess
 from ftcoord.metrics.http import MOST_SCRAPERS, HttpServer, is_allowed_host
-from ftcoord.metrics.process import SERIES
-from ftcoord.metrics.series import SECONDS, Distribution, Series
+from ftcoord.metrics.process import begin_counting, collect_process, prometheus
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -121,14 +118,6 @@ class MetricsAddress:
         return cls(host, port_number(PORT_VARIABLE, port), tls, host_names(names))
 
 
-def prometheus() -> ModuleType:
-    """The module prometheus_client. Raises ServerError if it is not installed."""
-    try:
-        return importlib.import_module("prometheus_client")
-    except ImportError:
-        raise ServerError("prometheus_client is not installed: pip install prometheus_client") from None
-
-
 def exposed(collect: Collect) -> tuple[bytes, str]:
     """The metrics of `collect` in Prometheus' text format, and that format's media type. Raises ServerError without
     prometheus_client, and what `collect` raises."""
@@ -203,101 +192,40 @@ class _Collector:
         self.collect = collect
 
 
-# -- the numbers of this process ------------------------------------------------------------------------------------
+# -- the metrics of this process -----------------------------------------------------------------------------------
 
 
 class _Export:
-    """The one server of this process, for everything in it that serves metrics."""
+    """The one server of this process's metrics."""
 
     def __init__(self) -> None:
-        self._lock = concurrency.lock("_Export._lock")  # guards all below; held while the server begins and ends
-        self.server: MetricsServer | None = None  # read by any thread
-        self._holders = 0
+        self._lock = concurrency.lock("_Export._lock")  # guards all below; held while the server begins
+        self._begun = False
+        self._server: MetricsServer | None = None
 
-    def hold(self, address: MetricsAddress) -> None:
+    def serve(self, address: MetricsAddress) -> str | None:
         with self._lock:
-            self._holders += 1
-            if self._holders == 1:
-                self.server = _serve_process(address)
-
-    def let_go(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            if not self._holders and self.server is not None:
-                self.server.close()
-                self.server = None
+            if not self._begun:
+                self._begun, self._server = True, _serve(address)
+            return self._server.url if self._server is not None else None
 
 
-class Exporting(Closing):
-    """A hold on the server of this process's metrics: it serves from the first hold to the end of the last one. Without
-    an address nothing happens. If it cannot serve, one log line says so.
+def serve_process(address: MetricsAddress | None) -> str | None:
+    """Serve the metrics of this process at the first address that is given, from now on until it ends.
 
-    Args:
-        address: where to serve; the address of the first hold is used.
+    Returns where they are served; None if they are not. If they cannot be served, one log line says so.
     """
-
-    def __init__(self, address: MetricsAddress | None) -> None:
-        self._owner = OwnerProcess("this hold belongs to the parent process")
-        self._export = concurrency.of_process(_Export)
-        self._cancels = list[Callable[[], None]]()  # empty, or the finalizer's: taken by the one `close` that lets go
-        if address is not None:
-            self._export.hold(address)
-            cancel = concurrency.when_forgotten(self, self._export.let_go, last=True)
-            self._cancels.append(cancel)
-
-    @classmethod
-    def of_environment(cls) -> Exporting:
-        """Serve where FTCOORD_METRICS_PORT and related variables tell it to."""
-        return cls(MetricsAddress.of_environment())
-
-    @property
-    def url(self) -> str | None:
-        """Where the metrics are served; None if they are not."""
-        server = self._export.server
-        return server.url if server is not None else None
-
-    def close(self) -> None:
-        """Release the hold. Idempotent; does nothing in a forked child."""
-        if self._owner.is_current:
-            with suppress(IndexError):
-                self._cancels.pop()()
-                self._export.let_go()
+    return None if address is None else concurrency.of_process(_Export).serve(address)
 
 
-def _serve_process(address: MetricsAddress) -> MetricsServer | None:
+def _serve(address: MetricsAddress) -> MetricsServer | None:
     try:
         server = MetricsServer(address, collect_process)
     except ServerError as error:
         log.warning("this process serves no metrics, and goes on without: %s", error)
         return None
+    begin_counting()
     log.info("the metrics of this process are at %s", server.url)
     if warning := exposure(address.host, address.open_to):
         log.warning("%s", warning)
     return server
-
-
-def collect_process() -> Iterator[Metric]:
-    """The metrics of this process."""
-    from prometheus_client.core import InfoMetricFamily
-
-    yield InfoMetricFamily("ftcoord", "The release of ftcoord.", value={"version": __version__})
-    for series in SERIES:
-        yield _family(series)
-
-
-def _family(series: Series[float] | Series[Distribution]) -> Metric:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-    if series.kind == "histogram":
-        histogram = HistogramMetricFamily(series.name, series.about, labels=series.labels)
-        for labels, value in series.read().items():
-            assert isinstance(value, Distribution)
-            bounds = (*map(str, SECONDS), "+Inf")
-            histogram.add_metric(labels, list(zip(bounds, map(float, value.cumulative()), strict=True)), value.total)
-        return histogram
-    kind = CounterMetricFamily if series.kind == "counter" else GaugeMetricFamily
-    family = kind(series.name, series.about, labels=series.labels)
-    for labels, value in series.read().items():
-        assert isinstance(value, float | int)
-        family.add_metric(labels, value)
-    return family

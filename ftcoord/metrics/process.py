@@ -1,15 +1,79 @@
-"""The metrics that a process counts itself. `run` is the id of a run or a job; a process has one, or few.
+"""The metrics that a process counts itself, with prometheus_client, from when they are served.
 
-docs/monitoring.md describes each, and names those worth an alert.
+`run` is the id of a run or a job; a process has one, or few. docs/monitoring.md describes each metric, and names those
+worth an alert.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import importlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ftcoord.metrics.series import Counter, Gauge, Histogram
+from ftcoord import __version__, concurrency
+from ftcoord.errors import ServerError
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 RUN: Final = ("run",)
+SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""The upper bounds of the buckets for times: from one request to a round that waits for its last node."""
+
+
+def prometheus() -> ModuleType:
+    """The module prometheus_client. Raises ServerError if it is not installed."""
+    try:
+        return importlib.import_module("prometheus_client")
+    except ImportError:
+        raise ServerError("prometheus_client is not installed: pip install prometheus_client") from None
+
+
+class Series:
+    """A metric of this process. Thread-safe; nothing is counted before `begin_counting()`, nor in a forked child.
+
+    Args:
+        kind: its class in prometheus_client.
+        name: its name in Prometheus, with its unit and without `_total`.
+        about: what it counts, in one line.
+        labels: the names of its labels. Their values must not grow without bound, as ids of members do.
+    """
+
+    def __init__(
+        self, kind: Literal["Counter", "Gauge", "Histogram"], name: str, about: str, labels: tuple[str, ...] = ()
+    ) -> None:
+        self.kind, self.name, self.about, self.labels = kind, name, about, labels  # never change
+        self.look: Callable[[], float] | None = None
+        """Returns the value of a gauge that changes on its own, nan for none. Set once, when its module is loaded."""
+
+    def begin(self, *labels: str) -> None:
+        """Start at 0. Prometheus sees no increase in a first value that is not 0."""
+        _count(self, labels, lambda _child: None)
+
+    def add(self, *labels: str) -> None:
+        """Count once."""
+        _count(self, labels, lambda child: child.inc())
+
+    def set(self, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        _count(self, labels, lambda child: child.set(value))
+
+    def observe(self, seconds: float, *labels: str) -> None:
+        """Add one duration to a histogram."""
+        _count(self, labels, lambda child: child.observe(seconds))
+
+    def drop(self, *labels: str) -> None:
+        """Remove a value."""
+        _count(self, labels, None)
+
+
+Counter = partial(Series, "Counter")
+Gauge = partial(Series, "Gauge")
+Histogram = partial(Series, "Histogram")
 
 # -- agents ---------------------------------------------------------------------------------------------------------
 
@@ -48,6 +112,88 @@ SERIES: Final = (
     *(QUORUM_ID, QUORUM_REPLICAS, REPLICA_STEP, QUORUMS, QUORUM_FAILURES, QUORUM_SECONDS, VOTES, GATEWAY_REPLICAS),
     *(LEASES_KEPT, LEASE_LEFT, LEASE_SHARE, LEASES_LOST, TIMERS, TIMERS_EXPIRED, REQUEST_SECONDS, REQUEST_FAILURES),
 )
+
+
+class _Counting:
+    """The metrics in prometheus_client. It has a registry of its own, without those of the user's program."""
+
+    def __init__(self) -> None:
+        client = prometheus()
+        self.registry = client.CollectorRegistry(auto_describe=False)
+        client.Info("ftcoord", "The release of ftcoord.", registry=self.registry).info({"version": __version__})
+        self._made = {one: self._make(client, one) for one in SERIES}
+        self._changes: deque[Callable[[], None]] = deque()  # any thread, one step at a time
+        self._turn = concurrency.lock("_Counting._turn")
+
+    def _make(self, client: ModuleType, series: Series) -> Any:
+        more: dict[str, Any] = {"buckets": SECONDS} if series.kind == "Histogram" else {}
+        made = getattr(client, series.kind)(series.name, series.about, series.labels, registry=self.registry, **more)
+        if series.look is not None:
+            made.set_function(series.look)
+        return made
+
+    def count(self, change: Callable[[], None]) -> None:
+        """Make a change now; or leave it to whoever is counting: a signal handler may count in the middle of a count of
+        its own thread, which has locks of prometheus_client that are not reentrant."""
+        self._changes.append(change)
+        if self._turn.acquire(blocking=False):
+            try:
+                self._make_changes()
+            finally:
+                self._turn.release()
+
+    def collect(self) -> Iterable[Metric]:
+        with self._turn:  # what was left to somebody who was just done
+            self._make_changes()
+        found: Iterable[Metric] = self.registry.collect()
+        return found
+
+    def _make_changes(self) -> None:
+        while self._changes:
+            self._changes.popleft()()
+
+    def change(self, series: Series, labels: tuple[str, ...], change: Callable[[Any], object] | None) -> None:
+        made = self._made[series]
+        if change is None:
+            made.remove(*labels)
+        else:
+            change(made.labels(*labels) if labels else made)
+
+
+_counting: _Counting | None = None
+"""None while nothing is served."""
+
+
+def begin_counting() -> None:
+    """Count from now on, until `end_counting()`. Raises ServerError without prometheus_client."""
+    global _counting
+    _counting = _counting or _Counting()
+
+
+def end_counting() -> None:
+    """Forget all. A forked child begins with nothing, and with no lock that a thread of its parent holds."""
+    global _counting
+    _counting = None
+
+
+os.register_at_fork(after_in_child=end_counting)
+
+
+def collect_process() -> Iterator[Metric]:
+    """The metrics of this process; counts from now on, if it has not before. Without the time at which each counter
+    began, and gauges that have no value."""
+    begin_counting()
+    if (counting := _counting) is not None:
+        for family in counting.collect():
+            family.samples = [
+                one for one in family.samples if one.value == one.value and not one.name.endswith("_created")
+            ]
+            yield family
+
+
+def _count(series: Series, labels: tuple[str, ...], change: Callable[[Any], object] | None) -> None:
+    if (counting := _counting) is not None:
+        counting.count(partial(counting.change, series, labels, change))
 
 
 def note_round(run: str, number: int, rank: int, seats: int, seconds: float) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -384,20 +385,6 @@ class KeptLease:
                 self._listener(state)
 
 
-def _look_at_leases() -> Mapping[tuple[str, ...], float]:
-    return {(): len(Renewer.of_process().times_left())}
-
-
-def _look_at_the_first_end() -> Mapping[tuple[str, ...], float]:
-    left = Renewer.of_process().times_left()
-    return {(): min(left)} if left else {}
-
-
-def _look_at_the_least_share() -> Mapping[tuple[str, ...], float]:
-    shares = Renewer.of_process().shares_left()
-    return {(): min(shares)} if shares else {}
-
-
-metrics.LEASES_KEPT.look_with(_look_at_leases)
-metrics.LEASE_LEFT.look_with(_look_at_the_first_end)
-metrics.LEASE_SHARE.look_with(_look_at_the_least_share)
+metrics.LEASES_KEPT.look = lambda: len(Renewer.of_process().times_left())
+metrics.LEASE_LEFT.look = lambda: min(Renewer.of_process().times_left(), default=math.nan)
+metrics.LEASE_SHARE.look = lambda: min(Renewer.of_process().shares_left(), default=math.nan)

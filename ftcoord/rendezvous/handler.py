@@ -38,7 +38,7 @@ from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
-from ftcoord.metrics.exporter import Exporting, MetricsAddress
+from ftcoord.metrics.exporter import MetricsAddress, serve_process
 from ftcoord.rendezvous.bootstrap import Reservation, address_trouble, own_address
 from ftcoord.rendezvous.logs import round_line
 from ftcoord.rendezvous.node import SHUT_DOWN, Node
@@ -297,7 +297,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """
         with contextlib.ExitStack() as undo:
             undo.callback(self._leave, "it could not prepare")
-            self._resources.ends.callback(Exporting(metrics_at).close)
+            serve_process(metrics_at)
             if self._settings.timers:
                 is_embedded = self._settings.etcd is None
                 self._resources.ends.callback(

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from helpers import DEADLINE, eventually, own_port
 from jobs import Job
+from metrics_served import stop_serving
 from monitored import dashboard, named_in, rules
 from natives import Natives
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -32,9 +33,11 @@ from ftcoord.core.layout import KEY_PREFIX, decided_key, event_key, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ServerError
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.metrics import exporter, process, runs
-from ftcoord.metrics.exporter import Exporting, MetricsAddress, MetricsServer, collect_process
-from ftcoord.metrics.runs import RunsCollector
+from ftcoord.metrics import exporter
+from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, serve_process
+from ftcoord.metrics.process import collect_process
+from ftcoord.operator import metrics as runs
+from ftcoord.operator.metrics import RunsCollector
 from ftcoord.primitives.session import Session
 
 LONG = timedelta(seconds=DEADLINE)
@@ -52,23 +55,20 @@ def scrape(url: str) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
-def url_of(hold: Exporting) -> str:
-    assert hold.url is not None
-    return hold.url
-
-
 def collector_of(endpoint: str, request_timeout: float = DEADLINE) -> RunsCollector:
     return RunsCollector(EtcdConfig.load(endpoint, env={}, request_timeout=request_timeout), KEY_PREFIX)
 
 
 @pytest.fixture
-def exporting() -> Iterator[Exporting]:
-    with Exporting(ANY_PORT) as hold:
-        yield hold
+def url(serves_no_metrics: None) -> str:
+    """Where this process serves its own."""
+    found = serve_process(ANY_PORT)
+    assert found is not None
+    return found
 
 
 def test_a_run_exports_all_that_the_dashboard_and_the_alerts_ask_for(
-    etcd: EtcdServer, make_nodes: MakeNodes, exporting: Exporting
+    etcd: EtcdServer, make_nodes: MakeNodes, url: str
 ) -> None:
     (node,) = make_nodes(1, 1, run_id="measured", timers=1).add(1)
     node.join().result(DEADLINE)
@@ -83,8 +83,8 @@ def test_a_run_exports_all_that_the_dashboard_and_the_alerts_ask_for(
         with pytest.raises(EtcdError):
             dead.status()
         server = stack.enter_context(MetricsServer(ANY_PORT, collector_of(etcd.get_endpoint()).collect))
-        eventually(lambda: "ftcoord_timers_active" in scrape(url_of(exporting)), "the timer server has had a turn")
-        found = {**scrape(url_of(exporting)), **scrape(server.url)}
+        eventually(lambda: "ftcoord_timers_active" in scrape(url), "the timer server has had a turn")
+        found = {**scrape(url), **scrape(server.url)}
     assert not (named_in(dashboard()) | named_in(rules())) - found.keys()
     run = ("measured",)
     assert found["ftcoord_agent_round"][run] == found["ftcoord_run_round"][run] == 1
@@ -186,14 +186,15 @@ def test_jobs_of_which_only_the_history_is_left_do_not_hide_live_ones(
 
 
 def test_a_lease_with_a_short_ttl_is_not_at_risk(client: EtcdClient) -> None:
+    assert not [one for one in collect_process() if one.name == "ftcoord_lease_remaining_ratio" and one.samples]
     with Session(client, 2):
-        ((_, share),) = process.LEASE_SHARE.read().items()
-        ((_, left),) = process.LEASE_LEFT.read().items()
-    assert 0.34 < share <= 1
-    assert left <= 2  # which is why no number of seconds can be the alert's
+        found = {one.name: one.samples for one in collect_process()}
+        ((share,), (left,)) = (found[f"ftcoord_lease_remaining_{unit}"] for unit in ("ratio", "seconds"))
+    assert 0.34 < share.value <= 1
+    assert left.value <= 2  # which is why no number of seconds can be the alert's
 
 
-def test_a_scrape_that_fails_hurts_nobody(exporting: Exporting, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_scrape_that_fails_hurts_nobody(url: str, capfd: pytest.CaptureFixture[str]) -> None:
     broken = threading.Event()
 
     def collect() -> Iterator[Metric]:
@@ -207,7 +208,7 @@ def test_a_scrape_that_fails_hurts_nobody(exporting: Exporting, capfd: pytest.Ca
             scrape(server.url)
         broken.clear()
         assert scrape(server.url) == {"a": {(): 1}}
-    assert scrape(url_of(exporting))["ftcoord_info"]
+    assert scrape(url)["ftcoord_info"]
 
 
 def test_a_server_is_gone_when_it_is_closed_or_forgotten() -> None:
@@ -228,32 +229,24 @@ def answers(url: str) -> bool:
     return True
 
 
-def test_the_numbers_are_told_until_the_last_of_a_process_leaves() -> None:
-    first, second, nobody = Exporting(ANY_PORT), Exporting(ANY_PORT), Exporting(None)
-    url = url_of(first)
-    assert (url_of(second), url_of(nobody)) == (url, url)
-    nobody.close()
-    first.close()
-    first.close()
+def test_a_process_has_one_server_of_its_metrics(url: str) -> None:
+    assert (serve_process(ANY_PORT), serve_process(None)) == (url, None)
     assert answers(url)
-    second.close()
-    assert not answers(url)
 
 
-def test_a_forked_child_neither_serves_nor_holds_the_port() -> None:
+def test_a_forked_child_neither_serves_nor_holds_the_port(url: str) -> None:
     """Its parent may end, and be started again at the same port."""
     read, write = os.pipe()
-    hold = Exporting(ANY_PORT)
-    port = int(url_of(hold).rpartition(":")[2].partition("/")[0])
+    port = int(url.rpartition(":")[2].partition("/")[0])
     pid = os.fork()
     if not pid:
         os.close(write)
-        hold.close()
+        stop_serving()
         os.read(read, 1)  # until the parent lets it end
         os._exit(0)
     try:
         assert answers(f"http://127.0.0.1:{port}/metrics")
-        hold.close()
+        stop_serving()
         with MetricsServer(MetricsAddress("127.0.0.1", port), collect_process) as again:
             assert answers(again.url)
     finally:
@@ -263,13 +256,13 @@ def test_a_forked_child_neither_serves_nor_holds_the_port() -> None:
 
 
 def test_a_taken_port_is_an_error_of_a_server_and_one_line_of_a_process(
-    exporting: Exporting, caplog: pytest.LogCaptureFixture
+    url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    port = int(url_of(exporting).rpartition(":")[2].partition("/")[0])
+    port = int(url.rpartition(":")[2].partition("/")[0])
     taken = MetricsAddress("127.0.0.1", port)
     with pytest.raises(ServerError, match="choose another address"):
         MetricsServer(taken, collect_process)
-    assert exporter._serve_process(taken) is None
+    assert exporter._serve(taken) is None
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "this process serves no metrics, and goes on without"
     ]

@@ -34,8 +34,9 @@ from ftcoord.errors import ConfigError, EtcdAuthError, EtcdError, EtcdUnavailabl
 from ftcoord.etcd.api import Compare, Get, Put, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.metrics import http
-from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls, collect_process
+from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls
 from ftcoord.metrics.http import CONNECTION_TIMEOUT, MOST_SCRAPERS, MOST_THREADS
+from ftcoord.metrics.process import collect_process
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2

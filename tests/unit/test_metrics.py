@@ -15,74 +15,105 @@ from monitored import DOCS, dashboard, named_in, rules
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
-from ftcoord import cli
+from ftcoord import __version__, cli
 from ftcoord.commands.flags import Flag, resolve
 from ftcoord.errors import ConfigError, ServerError
-from ftcoord.metrics import process, runs, series
-from ftcoord.metrics.exporter import Exporting, MetricsAddress, collect_process, port_number
-from ftcoord.metrics.series import MOST_LABELS, SECONDS, Counter, Gauge, Histogram
+from ftcoord.metrics import process
+from ftcoord.metrics.exporter import MetricsAddress, port_number, serve_process
+from ftcoord.metrics.process import collect_process
+from ftcoord.operator import metrics as runs
 from ftcoord.operator.told import JobStatus, NextDecision, NodeStatus, QuorumStatus, ReplicaStatus, RoundsStatus
 
 LABELS = {"run", "method", "code", "outcome", "rounds", "quorum", "version", "le"}
 """All that a number may be kept apart by: none of them grows with the members, or the restarts, of a run."""
 
 
-@pytest.fixture(autouse=True)
-def own_series(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a test are of nobody else's concern."""
-    monkeypatch.setattr(series, "_all", [])
+@pytest.fixture
+def counting() -> Iterator[None]:
+    """From the beginning, and of nobody else's concern."""
+    process.end_counting()
+    process.begin_counting()
+    yield
+    process.end_counting()
 
 
-def test_a_histogram_counts_each_value_in_the_first_bucket_that_has_room_for_it() -> None:
-    times = Histogram("t_seconds", "")
-    for seconds in (0.0, SECONDS[0], SECONDS[0] * 1.01, SECONDS[-1], SECONDS[-1] + 1):
-        times.observe(seconds)
-    found = times.read()[()]
-    assert (found.counts[0], found.counts[1], found.counts[-2], found.counts[-1]) == (2, 1, 1, 1)
-    assert found.cumulative()[-1] == 5
-    times.observe(1)
-    assert sum(found.counts) == 5  # what was read is not what goes on
+def counted() -> dict[str, float]:
+    """The metrics of this process that are not 0."""
+    return {name: value for name, value in told(*collect_process()).items() if value}
 
 
-def test_a_series_keeps_no_more_than_so_many_values_of_its_labels() -> None:
-    rounds = Counter("rounds", "", ("run",))
-    for number in range(MOST_LABELS + 5):
-        rounds.add(f"run {number}")
-    rounds.add("run 7")
-    assert len(rounds.read()) == MOST_LABELS
-    assert ("run 4",) not in rounds.read()
-    assert rounds.read()["run 7",] == 2
+def test_nothing_is_counted_before_it_is_served() -> None:
+    process.end_counting()
+    process.ROUNDS.add("a")
+    process.begin_counting()
+    assert not any("ftcoord_agent_rounds_total" in name for name in told(*collect_process()))
+    process.end_counting()
 
 
+@pytest.mark.usefixtures("counting")
+def test_each_kind_of_metric_is_told_as_it_was_counted() -> None:
+    process.ROUNDS.add("a")
+    process.ROUNDS.add("a")
+    process.ROUND.set(7, "a")
+    process.VOTES.add("commit")
+    process.LEASES_LOST.add()
+    process.JOIN_SECONDS.observe(0.0011, "a")
+    found = counted()
+    assert found.pop('ftcoord_agent_join_seconds_bucket{le="0.0025",run="a"}') == 1
+    assert found.pop('ftcoord_agent_join_seconds_bucket{le="+Inf",run="a"}') == 1
+    assert {name: value for name, value in found.items() if "_bucket" not in name} == {
+        f'ftcoord_info{{version="{__version__}"}}': 1,
+        'ftcoord_agent_rounds_total{run="a"}': 2,
+        'ftcoord_agent_round{run="a"}': 7,
+        'ftcoord_votes_total{outcome="commit"}': 1,
+        "ftcoord_leases_lost_total": 1,
+        'ftcoord_agent_join_seconds_count{run="a"}': 1,
+        'ftcoord_agent_join_seconds_sum{run="a"}': 0.0011,
+    }
+
+
+@pytest.mark.usefixtures("counting")
 def test_what_may_happen_begins_at_0() -> None:
     """Prometheus takes a first value of 1 for no increase."""
-    failures, lost = Counter("failures", "", ("run",)), Counter("lost", "")
-    failures.begin("a")
-    assert (failures.read(), lost.read()) == ({("a",): 0}, {(): 0})
-    failures.add("a")
-    failures.begin("a")
-    assert failures.read() == {("a",): 1}
+    process.RECALLS.begin("a")
+    found = told(*collect_process())
+    assert (found['ftcoord_agent_recalls_total{run="a"}'], found["ftcoord_leases_lost_total"]) == (0, 0)
+    process.RECALLS.add("a")
+    process.RECALLS.begin("a")
+    assert counted()['ftcoord_agent_recalls_total{run="a"}'] == 1
 
 
+@pytest.mark.usefixtures("counting")
 def test_a_gauge_forgets_what_is_gone() -> None:
-    replicas = Gauge("replicas", "", ("run",))
-    replicas.set(2, "a")
-    replicas.set(1, "b")
-    replicas.drop("a")
-    assert replicas.read() == {("b",): 1}
+    process.GATEWAY_REPLICAS.set(2, "a")
+    process.GATEWAY_REPLICAS.set(1, "b")
+    process.GATEWAY_REPLICAS.drop("a")
+    process.GATEWAY_REPLICAS.drop("never")
+    assert [name for name in counted() if "gateway" in name] == ['ftcoord_gateway_replicas{run="b"}']
 
 
+@pytest.mark.usefixtures("counting")
+def test_a_signal_handler_counts_in_the_middle_of_a_count() -> None:
+    """prometheus_client's locks are not reentrant: its thread would wait for itself."""
+    counting = process._counting
+    assert counting is not None
+    with counting._turn:
+        process.LEASES_LOST.add()
+    assert counted()["ftcoord_leases_lost_total"] == 1
+
+
+@pytest.mark.usefixtures("counting")
 def test_a_forked_child_begins_with_nothing() -> None:
     """Also if another thread was counting at that moment."""
-    counter = Counter("parent", "")
-    counter.add()
-    with counter._lock:
+    process.LEASES_LOST.add()
+    assert process._counting is not None
+    with process._counting._turn:
         pid = os.fork()
         if not pid:
-            counter.add()
-            os._exit(counter.read() != {(): 1})
+            process.LEASES_LOST.add()
+            os._exit("ftcoord_leases_lost_total" in counted())
     assert os.waitpid(pid, 0)[1] == 0
-    assert counter.read() == {(): 1}
+    assert counted()["ftcoord_leases_lost_total"] == 1
 
 
 def test_prometheus_is_loaded_by_nobody_who_did_not_ask() -> None:
@@ -145,12 +176,13 @@ def test_nobody_who_gives_no_port_is_served() -> None:
     assert MetricsAddress.of_environment({"FTCOORD_METRICS_PORT": "9"}) == MetricsAddress("127.0.0.1", 9)
 
 
+@pytest.mark.usefixtures("serves_no_metrics")
 @pytest.mark.parametrize(("host", "words"), [("0.0.0.0", 1), ("::", 1), ("127.0.0.1", 0), ("localhost", 0)])
 def test_who_can_read_the_metrics_of_a_process_is_logged(
     host: str, words: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Exporting(MetricsAddress(host, 0)):
-        warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    serve_process(MetricsAddress(host, 0))
+    warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert [f"whoever reaches {host} can read the metrics" in one for one in warned] == [True] * words
 
 

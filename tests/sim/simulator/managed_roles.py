@@ -71,16 +71,9 @@ def managers_installed(world: World) -> Iterator[None]:
         put(managed_group, "token_hex", lambda size: "0" * 2 * size)  # a history depends on its seed only
         put(managed_group, "stop_listening", lambda _listener: None)
         put(managed_group, "show_if_asked", lambda: None)
-        put(managed_group, "Exporting", SimpleNamespace(of_environment=NoNumbers))
+        put(managed_group, "serve_process", lambda _address: None)
         put(managed_group, "connect", lambda *_: (world.job, Hold(world.asking.client)))
         yield
-
-
-class NoNumbers:
-    """In place of `Exporting`."""
-
-    def close(self) -> None:
-        pass
 
 
 class JudgedGroup(ManagedGroup):
