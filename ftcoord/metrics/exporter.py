@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final
 
 from ftcoord import concurrency, files
@@ -121,10 +122,8 @@ class MetricsAddress:
 def exposed(collect: Collect) -> tuple[bytes, str]:
     """The metrics of `collect` in Prometheus' text format, and that format's media type. Raises ServerError without
     prometheus_client, and what `collect` raises."""
-    prometheus_client = prometheus()
-    registry = prometheus_client.CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(collect))
-    return prometheus_client.generate_latest(registry), prometheus_client.CONTENT_TYPE_LATEST
+    client = prometheus()
+    return client.generate_latest(SimpleNamespace(collect=collect)), client.CONTENT_TYPE_LATEST
 
 
 class MetricsServer(Closing):
@@ -185,11 +184,6 @@ def _refused(names: Collection[str], host: str) -> str:
     """Why a request with this `Host` is not answered; empty if it is."""
     known = is_allowed_host(host, names)
     return "" if known else f"this server has another name: list in {HOST_NAMES_VARIABLE} by which names it is called"
-
-
-class _Collector:
-    def __init__(self, collect: Collect) -> None:
-        self.collect = collect
 
 
 # -- the metrics of this process -----------------------------------------------------------------------------------
