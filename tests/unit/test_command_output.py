@@ -145,7 +145,7 @@ def form_of(kind: Any) -> Any:
 def test_each_field_is_described_with_its_form(document: type) -> None:
     """So that nobody changes the JSON without changing what is promised of it."""
     section = PAGE.read_text(encoding="utf-8").partition(f"### {document.__name__}\n")[2].partition("\n#")[0]
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE)
+    rows = [(name, form or "text") for name, form in re.findall(r"^- `(\w+)`(?: \(([^)]+)\))?", section, re.MULTILINE)]
     hints = typing.get_type_hints(document)
     assert rows == [(field.name, form_of(hints[field.name])) for field in dataclasses.fields(document)]
 
@@ -162,7 +162,7 @@ def test_each_command_and_flag_is_described_with_its_variable(command: str) -> N
     assert f"`ftcoord {command}" in page
     for flag in parsers()[command].get_default("flags"):
         assert flag.variable.startswith("FTCOORD_")
-        assert re.search(rf"^\| `{flag.name}\b[^|]*\| `{flag.variable}` \|", page, re.MULTILINE), flag.name
+        assert re.search(rf"^- `{flag.name}`[^:]*, `{flag.variable}`: ", page, re.MULTILINE), flag.name
 
 
 @pytest.mark.parametrize("command", parsers())

@@ -291,7 +291,7 @@ def test_names_follow_the_rules_of_prometheus() -> None:
 
 def test_all_numbers_are_described_and_no_others() -> None:
     page = (DOCS / "monitoring.md").read_text(encoding="utf-8")
-    described = set(re.findall(r"^\| `(ftcoord_\w+)", page, re.MULTILINE))
+    described = set(re.findall(r"^- `(ftcoord_\w+)", page, re.MULTILINE))
     known = {name for one in families() for name in ({one.name} if one.type == "histogram" else names_of(one))}
     assert described == known
 
