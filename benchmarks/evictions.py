@@ -219,13 +219,11 @@ def section(plan: Plan, found: Measured) -> str:
     ended = f"It ended early: {found.ended}.\n\n" if found.ended else ""
     return f"""## False evictions
 
-Written by `python -m benchmarks.evictions --write docs/benchmarks.md`. {plan.agents} agents for each TTL, for
-{found.seconds / 60:.0f} min; {plan.load} busy processes, each in a session of its own as the agents are, on
-{os.cpu_count()} cores; load average {load}. etcd {found.etcd}, {MEMBERS} members; the leader was
-killed {found.kills} times ({found.unhurt} more times it could not be). No agent dies, so each recalled agent is a false
-eviction. A lost lease is not one if its node takes its seat again. "Least left" is the smallest remaining time of a
-lease as its agent knew it; its sentinel may have renewed the lease since. "Longest pause" is how long an agent did not
-run.
+`python -m benchmarks.evictions`: {plan.agents} agents for each TTL, for {found.seconds / 60:.0f} min, beside
+{plan.load} busy processes on {os.cpu_count()} cores; load average {load}. etcd {found.etcd},
+{MEMBERS} members; the leader was killed {found.kills} times, and {found.unhurt} times it could not be.
+No agent dies, so each recalled agent is a false eviction. "Least left" is the smallest remaining time of a lease that
+its agent knew; its sentinel may have renewed it since. "Longest pause" is how long an agent did not run.
 
 {ended}{table(header, rows)}
 {"".join(reasons)}"""

@@ -259,7 +259,7 @@ def _add(job: Job) -> float:
 
 CASES: Final = (
     Case(
-        "3 agents, one killed (not rank 0)",
+        "one of 3 agents killed, not rank 0",
         3,
         lambda job: job.strike(job.follower(), Agent.kill),
         150,
@@ -267,28 +267,28 @@ CASES: Final = (
         rivals=(C10D, ETCD_V2),
     ),
     Case(
-        "3 agents, rank 0's killed (c10d: the one that hosts the store)",
+        "rank 0's agent of 3 killed, with c10d's store",
         3,
         lambda job: job.strike(job.leader(), Agent.kill),
         150,
         targets=(Target("all_running", 4.0),),
     ),
     Case(
-        "3 agents, the host of one lost (it and its sentinel stopped)",
+        "one of 3 hosts lost",
         3,
         lambda job: job.strike(job.follower(), freeze),
         60,
         targets=(Target("recalled", TTL + 1.0),),
     ),
     Case(
-        "3 agents with 2 workers, one exits with status 1, its peers hang",
+        "one of 6 workers exits with status 1, its peers hang",
         3,
         lambda job: job.fail_worker(),
         150,
         workers=2,
         targets=(Target("all_running", 4.0),),
     ),
-    Case("2 agents, a third one started", 2, _add, 90, rivals=(C10D, ETCD_V2)),
+    Case("third agent started", 2, _add, 90, rivals=(C10D, ETCD_V2)),
 )
 
 

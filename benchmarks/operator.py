@@ -49,7 +49,7 @@ CHURN: Final = 0.1
 """Seconds between two changes of a member while the page is asked whether it lives."""
 
 _NOTHING: Final = "python -c pass"
-_RAW: Final = "a raw read of the run's keys"
+_RAW: Final = "raw read of the keys"
 _READ: Final = f"""
 import sys
 from ftcoord.config import EtcdConfig
@@ -105,20 +105,16 @@ def _section(
 ) -> str:
     return f"""## Commands and the page
 
-Written by `python -m benchmarks.operator --write docs/benchmarks.md`.
-{measured_with()}
-A run of that many nodes, each with a lease of its own, on an etcd server of this host. The small run's history has
-{SMALL_ROUNDS} rounds, the large run's as many as it holds. Each command is a process, including Python's start and all
-imports; the commands alternate. Wall-clock ms are median / worst of {repeat}; CPU is the median of the process itself.
-`watch` is timed until its first screen. If the load average is above the number of cores, the difference between
-wall-clock time and CPU is time that the process waited for a core.
+`python -m benchmarks.operator`, {measured_with()}
+A run of that many nodes, each with its own lease, on an etcd server of this host. The small run's history has
+{SMALL_ROUNDS} rounds, the large run's as many as it holds. Times include Python's start and imports: median / worst of
+{repeat}, and median CPU. `watch` is timed until its first screen.
 
 {table(["nodes", "what", "ms", "CPU, ms", "ms / raw read"], commands)}
 {" ".join(verdicts)}
 
-`ftcoord dashboard` with one browser's stream of the run: time from the request to the first page, and from a member's
-change in etcd to the page that shows it. Meanwhile a member changes every {1000 * CHURN:g} ms; `/api/about` is timed
-too.
+`ftcoord dashboard` with one browser: time from the request to the first page, and from a member's change in etcd to the
+page that shows it. Meanwhile a member changes every {1000 * CHURN:g} ms.
 
 {table(["nodes", "first page, ms", "bytes", "an update, ms", "bytes", "`/api/about`, ms", "memory, MiB"], pages)}"""
 

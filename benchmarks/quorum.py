@@ -124,8 +124,8 @@ def run_far(sizes: tuple[int, ...], repeat: int) -> str:
     names = [f"{kind}, {what}" for kind in (OURS, TORCHFT) for what in ("ms", "round trips")]
     return f"""## Quorums over a slow network
 
-Each replica is a process of its own; a proxy adds a delay to each round trip to etcd, or to torchft's lighthouse.
-"Round trips" is the increase of the time, divided by the added delay (target: at most 2 more than torchft).
+Each replica is a process; a proxy delays each round trip to etcd, or to torchft's lighthouse. "Round trips" is the
+increase divided by the delay (target: at most 2 more than torchft).
 
 {table(["N", "added, ms", *names], rows)}"""
 
@@ -162,12 +162,10 @@ def run(sizes: tuple[int, ...], repeat: int) -> str:
     small, large = found[sizes[0]][OURS].seconds / raw, found[sizes[-1]]
     return f"""## Quorums
 
-Written by `python -m benchmarks.quorum --write docs/benchmarks.md`. N replicas ask at once; ms until the last one
-is answered, median of {repeat}. Up to {MOST_PROCESSES} replicas have a process each; more share {PROCESSES} processes.
-ftcoord's replicas of one process share its connection and watches, which those on separate hosts
-cannot: [scaling.md](scaling.md#quorums-of-many-replicas) measures separate hosts, so its ratio to torchft is larger.
-A single raw transaction that puts one key took {1000 * raw:.3f} ms; "N writes" is N of them at once, from as many
-clients in the same processes.
+`python -m benchmarks.quorum`: N replicas ask at once; ms until the last one is answered, median of {repeat}. Up to
+{MOST_PROCESSES} replicas have a process each; more share {PROCESSES} processes, with one connection each. On separate
+hosts the ratio to torchft is larger: [scaling.md](scaling.md#quorums-of-many-replicas).
+"One write" is an etcd transaction that puts one key ({1000 * raw:.3f} ms), "N writes" are N of them at once.
 
 {table(["N", *(f"{kind}, ms" for kind in KINDS), "N writes, ms", *_RATIOS, "etcd writes per replica"], rows)}
 - N = {sizes[0]}: {small:.1f} raw transactions (target {TARGET_SMALL:g}).

@@ -150,11 +150,9 @@ def run(world_sizes: tuple[int, ...], repeat: int) -> str:
     header = ["ranks", *(f"{call}, {kind}" for call in ("step", "`should_commit`") for kind in (OURS, TORCHFT))]
     return f"""## The ranks of a group
 
-Written by `python -m benchmarks.ranks --write docs/benchmarks.md`. One group that is alone in its job; each rank is a
-process, and rank 0's has the manager; ftcoord and torchft alternate. Milliseconds until the last rank is answered,
-median / 90th percentile of {samples}. A step is a `_quorum` and a `should_commit`.
-Targets: without the time of the quorum itself (measured with one rank), a step takes at most {TARGET} times torchft's;
-`should_commit` takes at most {TARGET} times, and writes nothing.
+`python -m benchmarks.ranks`: one group, alone in its job; each rank is a process, and rank 0's has the manager. Until
+the last rank is answered, median / 90th percentile in ms of {samples}. A step is a `_quorum` and a `should_commit`.
+Targets: without the quorum (measured with one rank) a step and a `should_commit` take at most {TARGET} times torchft's.
 
 {table([*header, "step without the quorum, ratio", "`should_commit`, ratio", "etcd's writes, step / vote"], rows)}"""
 

@@ -123,7 +123,7 @@ class Replicas:
 
 DEATHS: Final[Sequence[tuple[str, Callable[[Replicas], None]]]] = (
     ("killed with -9", Replicas.kill),
-    ("its host lost: it is stopped, with its sentinel", Replicas.lose_host),
+    ("stopped, with its sentinel", Replicas.lose_host),
 )
 
 
@@ -241,19 +241,17 @@ def run(trials: int) -> str:
     header = ["killed", "next quorum after, s", "calls that failed", "quorum id before", "after"]
     return f"""## A replica or its coordinator dies
 
-Written by `python -m benchmarks.reforming --write docs/benchmarks.md`.
-{measured_with()}
+`python -m benchmarks.reforming`, {measured_with()}
 
 ### A replica dies
 
-One of three replicas dies, and the other two ask at once; heartbeat timeout 5 s, `min_replicas` 2. Seconds until both
-have a quorum, of {trials} trials.
+One of three replicas dies, and the other two ask at once; heartbeat timeout 5 s. Seconds until both have a quorum, of
+{trials} trials.
 
 {table(["one is", "", "median", "worst", "target"], rows)}
 ### The coordinator is killed
 
-With -9, while two replicas train. They call `_quorum` with a timeout of {ATTEMPT.total_seconds():g} s, and retry when
-it fails.
+With -9, while two replicas train, and retry `_quorum` with a timeout of {ATTEMPT.total_seconds():g} s.
 
 {table(header, [_row(*case) for case in cases])}"""
 

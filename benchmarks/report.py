@@ -76,10 +76,10 @@ class Evictions:
 
 HEAD: Final = """# Benchmarks
 
-Each section names the command that writes it, and the versions and the machine it ran on; `make benchmark` runs most of
-them. A command replaces its own sections and leaves the others alone. Claims are ratios within one run; the seconds are
-those of one small machine. Every etcd that is not killed commits in batches, as by default. (An embedded etcd 3.5.0 to
-3.5.2 would commit each write separately, which takes 0.4 ms more, because those versions can lose writes when killed.)
+Each section names its command. With `--write docs/benchmarks.md` a command replaces its own sections; `make benchmark`
+runs most of them. Compare ratios: the seconds are those of one small machine, with the load average before the start.
+Every etcd that is not killed commits in batches, as by default. (Embedded servers of etcd 3.5.0 to 3.5.2 commit each
+write separately, which takes 0.4 ms more.)
 """
 """What stands above all sections."""
 
@@ -90,7 +90,7 @@ def measured_with() -> str:
     etcd = told.splitlines()[0].replace(" Version:", "")
     return (
         f"Python {platform.python_version()}, torch {torch.__version__}, {etcd};"
-        f" {os.cpu_count()} cores ({platform.machine()}), load average before the start {_LOAD:.1f}."
+        f" {os.cpu_count()} cores ({platform.machine()}), load average {_LOAD:.1f}."
     )
 
 
@@ -102,10 +102,9 @@ def rounds(trials: Sequence[Trial]) -> list[str]:
 
 {_written("rounds")}
 
-`N` nodes (min = max = `N`) in {PROCESSES} processes on one host call `next_rendezvous` together; seconds until the last
-one has returned. "First" is the first round of a new run, "again" the second round of all nodes. All handlers are made
-through torch's registry, and are connected (etcd-v3's have their lease and first watch), before the clock starts; each
-trial has a fresh etcd. Median of {repeats} (minimum to maximum).
+`N` nodes (min = max = `N`) in {PROCESSES} processes on one host call `next_rendezvous` together. Seconds until the last
+call returns: median of {repeats} (minimum to maximum). "First" is the first round of a run, "again" the second one.
+Handlers are connected before the clock starts; each trial has a fresh etcd.
 
 {_speed("First", trials, lambda trial: trial.first)}
 {_speed("Again", trials, lambda trial: trial.again)}""",
@@ -114,8 +113,7 @@ trial has a fresh etcd. Median of {repeats} (minimum to maximum).
 
 
 def _written(part: str) -> str:
-    command = f"python -m benchmarks.rendezvous --parts {part} --write docs/benchmarks.md"
-    return f"Written by `{command}`.\n{measured_with()}"
+    return f"`python -m benchmarks.rendezvous --parts {part}`, {measured_with()}"
 
 
 def _speed(title: str, trials: Sequence[Trial], of: Callable[[Trial], Joined]) -> str:
@@ -157,9 +155,8 @@ def _cost(trials: Sequence[Trial]) -> str:
 
 {_written("rounds")}
 
-Writes are etcd's own count of raft proposals: puts, transactions that write, leases granted. Requests are gRPC messages
-that etcd received, by method (etcd-v2 sends none: it uses HTTP). Those of the first round include those of making the
-handlers. CPU is that of the nodes' processes in the round, without etcd's.
+Writes are raft proposals of etcd; requests are gRPC messages, by method (etcd-v2 uses HTTP). Those of the first round
+include the creation of handlers. CPU is that of the nodes' processes.
 
 {table(header, rows)}
 {reached}
@@ -195,8 +192,8 @@ def idle(measured: Idle) -> str:
 
 {_written("idle")}
 
-What etcd received in {measured.seconds:g} s from {measured.count} nodes in a running round, whose
-`num_nodes_waiting()` is called ten times a second, as by torchrun's agent. Lease TTL {TTL} s.
+Requests to etcd in {measured.seconds:g} s from {measured.count} nodes in a running round, with ten calls of
+`num_nodes_waiting()` a second, as by torchrun's agent. Lease TTL {TTL} s.
 
 {table(["request", "number", "per node and second"], [row for row in rows if row[1] != "0" or row[0] == "(writes)"])}"""
 
@@ -235,16 +232,12 @@ def failover(measured: Sequence[Recoveries]) -> str:
     ]
     return f"""## Agents lost and added
 
-Written by `python -m benchmarks.deaths --write docs/benchmarks.md`. torchrun agents with `--nnodes=2:3`, gloo workers,
-default settings (`lease_ttl` {TTL} s). Seconds from the event until the survivors received the recall from etcd, until
-the first worker of the new round was started, and until all workers of the new round had done an all_reduce, which
-includes their imports. Median / worst. The event is `kill -9` of an agent, SIGSTOP of all processes of a host, the exit
-of a worker, or the start of the new agent's command, which includes its imports. The benchmark's workers exit within 50
-ms of their agent's death, because only ftcoord would end them. A child of the worker that exits keeps gloo's
-connections open, so that its peers hang, as with NCCL. c10d's store is hosted by the agent that is killed in the case
-of rank 0, and by a survivor in all other cases. After the start of the first new worker nearly all time is the import
-of torch, which all workers do at once on the cores of one host: with 6 workers on 2 cores the import alone takes longer
-than the target of 4 s.
+`python -m benchmarks.deaths`: torchrun agents with `--nnodes=2:3`, gloo workers, `lease_ttl` {TTL} s. Seconds until the
+survivors received the recall, until the first worker of the new round was started, and until all its workers had done
+an all_reduce: median / worst. Agents are killed with -9; the processes of a lost host, also its sentinel, are stopped.
+Workers exit within 50 ms of their agent's death, because only ftcoord would end them. A child of the worker that exits
+keeps gloo's connections open, so its peers hang, as with NCCL. Most of the time is the import of torch by all workers
+at once: with 6 workers on 2 cores that alone exceeds the target of 4 s.
 {measured_with()}
 
 {table(header, rows)}"""
@@ -286,7 +279,7 @@ def evictions(measured: Sequence[Evictions]) -> str:
     header = ["what happens", "backend", "trials", "with an eviction", "restarts of the workers", "target"]
     return f"""## Agents that starve
 
-Written by `python -m benchmarks.deaths --write docs/benchmarks.md`. Three torchrun agents, default settings, one gloo
+`python -m benchmarks.deaths`: three torchrun agents, default settings, one gloo
 worker each. No agent dies, so each restart of the workers is a false eviction: a live agent was taken for dead.
 {measured_with()}
 

@@ -249,12 +249,11 @@ def run(trials: int) -> str:
         rows.append([case.title, *(_spread(times[kind]) for kind in times)])
     return f"""## The replica that decides is killed, dropped, frozen or shut down
 
-Written by `python -m benchmarks.restarts --write docs/benchmarks.md`. Seconds from the event until all asking
-replicas have a quorum: median / worst of {trials} trials. torchft's decider is its lighthouse, which stays alive.
+`python -m benchmarks.restarts`: seconds from the event until all asking replicas have a quorum, median / worst of
+{trials} trials. torchft's decider is its lighthouse, which stays alive.
 
 {table(["what happens to it", OURS, TORCHFT], rows)}
-The same for two native torchft replicas, behind ftcoord's gateway or at torchft's lighthouse, from the kill on. A call
-that fails is retried.
+Two native torchft replicas, behind ftcoord's gateway or at torchft's lighthouse; failed calls are retried:
 
 {table(["what happens", "gateway", "lighthouse"], _outages(trials))}"""
 

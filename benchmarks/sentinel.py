@@ -110,11 +110,10 @@ def _section(begun: dict[bool, list[Begun]], taken: Sequence[Taken], woke: str, 
     ]
     return f"""## The sentinel
 
-Written by `python -m benchmarks.sentinel --write docs/benchmarks.md`.
-{measured_with()}
-An agent that is alone in its run, in a process with all imports done. "First round" is from the making of its handler
-until `next_rendezvous()` has returned; CPU is the process's in the first {BEGINS:g} s, in which the sentinel starts.
-Median / worst of {len(taken)}, alternating.
+`python -m benchmarks.sentinel`, {measured_with()}
+An agent alone in its run, after its imports. "First round" is from the creation of its handler until
+`next_rendezvous()` returns; CPU is that of the first {BEGINS:g} s, in which the sentinel starts. Median / worst of
+{len(taken)}, alternating.
 
 {table(["", "first round, ms", "CPU of the agent, ms"], rows)}
 {verdict(f"a first round takes {longer:+.1f} ms with a sentinel", longer <= TARGET_ROUND, f"+{TARGET_ROUND:g} ms")}

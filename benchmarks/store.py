@@ -158,10 +158,9 @@ def run(repeat: int, crowd_repeat: int) -> str:
     growth = ours["64 adders"] / ours["16 adders"]
     return f"""## The store
 
-Written by `python -m benchmarks.store --write docs/benchmarks.md`. Medians in ms of {TURNS} turns, with values of 64
-bytes, on one host over loopback; each store has a fresh server in each turn. Operations of one client are measured
-{AT_A_TIME} calls at a time, alternating between the stores. A raw transaction that puts one key took
-{1000 * raw:.3f} ms.
+`python -m benchmarks.store`: medians of {TURNS} turns, values of 64 bytes, on one host, a fresh server for each turn.
+One client's operations are measured {AT_A_TIME} calls at a time, alternating between the stores. "Raw" is an etcd
+transaction that puts one key: {1000 * raw:.3f} ms.
 
 {table(["operation", *(f"{kind}, ms" for kind in STORES), "ours / raw", "legacy / ours"], rows)}
 - Slowest of set, get and add alone: {worst:.2f} raw transactions (target 1.3).

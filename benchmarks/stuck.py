@@ -117,11 +117,9 @@ def run(trials: int, timeout: float) -> str:
             )
     return f"""## A replica is killed in the middle of a step
 
-Written by `python -m benchmarks.stuck --write docs/benchmarks.md`.
-{measured_with()}
-
-One of four replicas on Gloo is killed with -9 while the others wait for it in an allreduce with a timeout of
-{timeout:g} s. Seconds until all survivors have committed their next step.
+`python -m benchmarks.stuck`, {measured_with()}
+One of four replicas on Gloo is killed with -9 while the others wait in an allreduce with a timeout of {timeout:g} s.
+Seconds until all survivors have committed their next step.
 
 {table(["", "median", "worst", "trials"], rows)}
 {reached}

@@ -43,11 +43,10 @@ def run(repeat: int, trials: int) -> str:
     ]
     return f"""## Expiration timers
 
-Written by `python -m benchmarks.timers --write docs/benchmarks.md`. One worker process on the server's host; medians of
-{repeat} calls. Lateness is from the expiry of a timer of {AFTER:g} s to the worker's end, for {trials} workers. torch's
-servers check every {INTERVAL:g} s, as configured by its agent. A raw etcd transaction that puts one key took
-{1000 * raw:.3f} ms. ftcoord's timer is in etcd when `acquire` returns, and `release` does not wait; torch's clients
-hand both to a queue or a pipe.
+`python -m benchmarks.timers`: one worker process on the server's host, medians of {repeat} calls. Lateness is from the
+expiry of a timer of {AFTER:g} s to the worker's end, for {trials} workers; torch's servers check every {INTERVAL:g} s.
+"Raw" is an etcd transaction that puts one key: {1000 * raw:.3f} ms. ftcoord's timer is in etcd when `acquire` returns;
+torch's clients use a queue or a pipe.
 
 {table(header, rows)}"""
 

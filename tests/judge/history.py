@@ -1,6 +1,8 @@
 """A history: what the clients of stores and of rounds asked and were told, a line of JSON for each operation.
 
-docs/reliability.md describes the lines. Nothing here, and nothing in this package, comes from ftcoord.
+The fields of a line are those of `Operation`, with times by one clock for all clients. Values are texts in which each
+character is one byte (Latin-1). The result of a join is the round's number and a text that lists its members. Nothing
+here, and nothing in this package, comes from ftcoord.
 """
 
 from __future__ import annotations

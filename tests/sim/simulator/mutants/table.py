@@ -9,22 +9,25 @@ from simulator.history import Report
 from simulator.mutants.planted_faults import MUTANTS
 from simulator.mutants.planting import Mutant
 
-NOT_SEEN: Final = "**not seen**"
-_HEAD: Final = ("| planted fault | module | profile | seed | oracle |", "|---|---|---|---|---|")
+NOT_SEEN: Final = "**not detected**"
+_HEAD: Final = ("| planted fault | detected by |", "|---|---|")
 
 
 def line(mutant: Mutant, report: Report | None, seeds: int) -> str:
-    """That of one of them; `seeds` are those below which nobody saw it."""
-    module = mutant.module.removeprefix("ftcoord.")
+    """The row of a mutant: the first history in which an oracle detects it, or the seeds that did not, all below
+    `seeds`."""
     if report is None:
-        return f"| {mutant.name} | `{module}` | {', '.join(mutant.profiles)} | below {seeds} | {NOT_SEEN} |"
-    seed = "its own plan" if report.plan in mutant.plans else report.plan.seed
-    return f"| {mutant.name} | `{module}` | {report.plan.profile} | {seed} | {report.oracle} |"
+        found = f"{NOT_SEEN} by seeds below {seeds} of {', '.join(mutant.profiles)}"
+    elif report.plan in mutant.plans:
+        found = f"own plan: {report.oracle}"
+    else:
+        found = f"{report.plan.profile} {report.plan.seed}: {report.oracle}"
+    return f"| {mutant.name} | {found} |"
 
 
 def updated(text: str, found: Mapping[str, str]) -> str:
-    """A document with these lines, by the names of the mutants: the others keep theirs, and those that are planted no
-    longer have none. Raises ValueError where the document has no such table."""
+    """A document with these rows, by the names of the mutants. Other mutants keep their rows, and rows of mutants that
+    no longer exist are removed. Raises ValueError if the document has no such table."""
     lines = text.splitlines()
     try:
         start = lines.index(_HEAD[0])
