@@ -102,7 +102,8 @@ class RankBarrier:
         return future, GroupAsk(lambda: self._ask_for(all_there, request), lambda error: _fail(futures, error))
 
     def asked_last(self, rank: int) -> tuple[RankRequest, Future[QuorumRecord]] | None:
-        """The request of a rank with which the group asked last, and its outcome, which always comes."""
+        """The request of a rank with which the group asked last, and its outcome, which always comes; None if it has
+        failed."""
         return self._asked.get(rank)
 
     def leave(self, rank: int, future: Future[QuorumRecord]) -> bool:
@@ -134,6 +135,8 @@ class RankBarrier:
             for future in futures:
                 if not future.done():
                     future.set_exception(RuntimeError(_INTERRUPTED))
+            with self._lock:  # an error would keep the frames of its callers, and what these made, until the next call
+                self._asked = {rank: one for rank, one in self._asked.items() if not _has_failed(one[1])}
 
     def _take_second_calls(self, quorum: QuorumRecord) -> list[Future[QuorumRecord]]:
         """Calls of ranks that had called before, which came while this quorum was asked for.
@@ -164,6 +167,10 @@ def _superseded(rank: int) -> ServerError:
 
 def _futures(there: Mapping[int, _Calls]) -> list[Future[QuorumRecord]]:
     return [future for calls in there.values() for future in calls]
+
+
+def _has_failed(future: Future[T]) -> bool:
+    return future.done() and future.exception() is not None
 
 
 def _fail(futures: Iterable[Future[T]], error: Exception) -> None:

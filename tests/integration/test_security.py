@@ -15,6 +15,7 @@ import time
 import urllib.request
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -30,8 +31,8 @@ from ftcoord import cli
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
 from ftcoord.embedded.server import LOOPBACK, EtcdServer, ReservedPort
-from ftcoord.errors import ConfigError, EtcdAuthError, EtcdError, EtcdUnavailable
-from ftcoord.etcd.api import Compare, Get, Put, Span, TxnResult
+from ftcoord.errors import ConfigError, EtcdAuthError, EtcdUnavailable
+from ftcoord.etcd.api import Compare, Get, Put, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.metrics import http
 from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls
@@ -411,9 +412,6 @@ def guarded_for_all() -> Iterator[FragileEtcd]:
         yield server
 
 
-IN_TIME = {"timeout": DEADLINE}
-
-
 def trainer(server: FragileEtcd) -> EtcdClient:
     return connect(server.get_endpoint(), user="trainer", password="swordfish")
 
@@ -512,18 +510,10 @@ def test_logins_survive_a_restart(guarded: FragileEtcd) -> None:
 def test_users_write_together_also_when_their_token_has_run_out(guarded: FragileEtcd) -> None:
     with trainer(guarded) as client:
         for attempt in range(1, 4):
-            told: queue.SimpleQueue[TxnResult | EtcdError] = queue.SimpleQueue()
             guards = [Compare(f"/job/{i}", "version", "=", attempt - 1) for i in range(16)]
-            threads = [
-                threading.Thread(target=client.submit, args=([guard], [Put(guard.key, b"")], told.put), kwargs=IN_TIME)
-                for guard in guards
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            results = [told.get(timeout=DEADLINE) for _ in guards]
-            assert [result.succeeded for result in results if isinstance(result, TxnResult)] == [True] * 16, results
+            with ThreadPoolExecutor(16) as pool:
+                results = list(pool.map(lambda guard: client.txn([guard], [Put(guard.key, b"")]), guards))
+            assert [result.succeeded for result in results] == [True] * 16, results
             if attempt < 3:
                 outlive_a_token()
 

@@ -14,8 +14,7 @@ from test_security import LOOPBACK, Authority, Issued, SecureServer, authority, 
 
 from ftcoord import cli
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.ports import ReservedPort
-from ftcoord.embedded.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer, ReservedPort
 from ftcoord.errors import ConfigError, EtcdUnavailable, WrongEndpoint
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.addresses import own_addresses
