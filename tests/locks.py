@@ -21,6 +21,7 @@ from ftcoord import concurrency
 T = TypeVar("T")
 
 SOURCES: Final = Path(ftcoord.__file__).parent
+VIRTUAL: Final = Path(__file__).parent / "virtual"
 TABLE: Final = SOURCES.parent / "docs" / "architecture.md"
 
 
@@ -217,9 +218,9 @@ def order(allowed: dict[str, frozenset[str]]) -> list[str]:
 
 
 def in_source() -> set[str]:
-    """The names of all locks of ftcoord."""
+    """The names of all locks of ftcoord, and of the etcd in memory."""
     names = set[str]()
-    for path in SOURCES.rglob("*.py"):
+    for path in [*SOURCES.rglob("*.py"), *VIRTUAL.rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 made = isinstance(node.func.value, ast.Name) and node.func.value.id == "concurrency"
