@@ -154,8 +154,10 @@ class Agent(Role):
     def _meets(self, process: Process, store: EtcdStore, now: StartedRound) -> bool:
         """Exchange something with all other ranks, as torch's agents do before they start workers; whether all did."""
         store.set_timeout(timedelta(seconds=10))
+        began = self.world.scheduler.time
         told = self._exchange(store, "rank", now.size, now.rank, f"{now.number} {now.roll} {now.rank}")
-        if told:
+        # Who writes, and reads after etcd went back to an earlier round of that number, reads that round's values.
+        if told and self.world.restored_at < began:
             wanted = [f"{now.number} {now.roll} {rank}" for rank in range(now.size)]
             process.check(_same_store, told, wanted)
         return bool(told)
