@@ -9,8 +9,6 @@ import contextlib
 import inspect
 import logging
 import os
-import weakref
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -20,6 +18,7 @@ from torch.distributed import Work
 from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupWrapper
 
 from ftcoord import concurrency
+from ftcoord.closing import weakly
 from ftcoord.coordination.quorum_watch import QuorumWatch
 from ftcoord.errors import ConfigError, FtcoordError
 
@@ -83,8 +82,8 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         self._watch = QuorumWatch(
             lighthouse_addr,
             connect_timeout,
-            _weakly(self._note_loss),
-            _weakly(self._note_failure),
+            weakly(self._note_loss),
+            weakly(self._note_failure),
         )
 
     def configure(
@@ -226,17 +225,6 @@ class Manager(torchft.manager.Manager):  # type: ignore[misc]
         """See torchft."""
         self._proactive.close()
         super().shutdown(wait)
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The same bound method, for a thread that must not keep its object alive: does nothing once the object is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call_if_there(*arguments: object) -> None:
-        if (bound := reference()) is not None:
-            bound(*arguments)
-
-    return call_if_there
 
 
 def _abortable(pg: ProcessGroup) -> ProcessGroup:

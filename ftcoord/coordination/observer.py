@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 from ftcoord import concurrency
+from ftcoord.closing import weakly
 from ftcoord.coordination import checks
 from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.convert import quorum_reply
@@ -81,9 +81,9 @@ class Observer:
                 self._informer = Informer(
                     self._etcd,
                     spans,
-                    _weakly(self._report),
+                    weakly(self._report),
                     "ftcoord-observer",
-                    failed=_weakly(self._note_failure),
+                    failed=weakly(self._note_failure),
                 )
                 undo.pop_all()
         self._cancel_finalizer = concurrency.when_forgotten(self, _end, self._informer, self._etcd, last=True)
@@ -153,17 +153,6 @@ def _call(callback: Callable[..., object], *arguments: Any) -> None:
         callback(*arguments)
     except Exception:  # a user's: its failure must not end the thread that runs the other callbacks
         log.exception("an observer's callback failed")
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The same bound method, for a thread that must not keep its object alive: does nothing once the object is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call_if_there(*arguments: object) -> None:
-        if (bound := reference()) is not None:
-            bound(*arguments)
-
-    return call_if_there
 
 
 def _end(informer: Informer | None, etcd: SharedClient) -> None:
