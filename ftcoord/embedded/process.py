@@ -95,7 +95,7 @@ class ChildProcess:
                 env=environment,
                 start_new_session=True,  # Ctrl-C in a terminal is for this process, which then ends its children
             )
-        except OSError as error:
+        except (OSError, ValueError, subprocess.SubprocessError) as error:  # who waits gets it, whatever it is
             started.set_exception(error)
             return
         started.set_result(process)

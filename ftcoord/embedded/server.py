@@ -38,8 +38,6 @@ POLL_INTERVAL: Final = 0.02
 HTTP_TIMEOUT: Final = 2.0
 USER: Final = "root"
 """The user of an etcd with a login."""
-LEFT_AFTER: Final = 60.0
-"""Seconds after which temporary data that no process holds is left over: it was not just made."""
 _TEMPORARY: Final = "ftcoord-server-"
 """What the names of temporary folders begin with. Whoever makes one locks it: a free lock means that nobody uses it."""
 _LOG_LINES: Final = 12
@@ -436,9 +434,10 @@ def _remove_left(folder: str) -> None:
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         found = os.fstat(lock)
-        if found.st_uid == os.geteuid() and concurrency.wall() - found.st_mtime > LEFT_AFTER:
+        if found.st_uid == os.geteuid():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if os.listdir(lock):  # else it may just have been made: it is locked before anything is in it
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
@@ -26,7 +25,7 @@ from helpers import DEADLINE, eventually, freeze, own_port
 import ftcoord
 from ftcoord.config import Credentials, EtcdConfig
 from ftcoord.embedded.binary import find_etcd
-from ftcoord.embedded.server import LEFT_AFTER, EtcdServer, set_login
+from ftcoord.embedded.server import EtcdServer, set_login
 from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdNoSpace, ForkedProcessError, ServerError
 from ftcoord.etcd.client import EtcdClient
@@ -429,7 +428,7 @@ def run_parent(code: str, tmp: Path) -> subprocess.Popen[str]:
 
 START = """
 import os, signal, sys
-from ftcoord.embedded.server import LEFT_AFTER, EtcdServer, set_login
+from ftcoord.embedded.server import EtcdServer, set_login
 server = EtcdServer()
 server.start()
 print(server.pid, server.get_port(), flush=True)
@@ -486,18 +485,16 @@ def test_parent_that_is_killed_ends_etcd(parent: Parent, first: str, way: signal
 
 
 def test_the_next_start_removes_what_a_killed_parent_left(parent: Parent, scratch: Path) -> None:
-    """And nothing that another process uses, however old that is."""
+    """And nothing that another process uses, or may be about to use."""
     process, etcd = parent(WAIT)
     other, _ = parent(WAIT)
     left, used = sorted(scratch.iterdir(), key=lambda path: (path / "etcd.log").stat().st_mtime)
     process.kill()
     process.wait()
     eventually(lambda: not alive(etcd), "etcd ends with its parent")
+    fresh = Path(tempfile.mkdtemp(prefix="ftcoord-server-", dir=scratch))
     with EtcdServer():
-        assert left.exists(), "it may just have been made"
-    for folder in (left, used):
-        os.utime(folder, (0, time.time() - LEFT_AFTER - 1))
-    with EtcdServer():
+        assert fresh.exists(), "it may just have been made"
         assert not left.exists()
         assert used.exists()
     os.kill(other.pid, signal.SIGKILL)
