@@ -151,7 +151,7 @@ class HttpServer:
     def _respond(self, peer: socket.socket, head: bytes) -> None:
         try:
             response = self._response_to(head)
-        except Exception:  # of whoever counts: this scrape is answered with an error, and later ones are served
+        except Exception:  # a bug of a collector, which prometheus_client calls: this peer gets an error, not silence
             log.exception("the metrics could not be read")
             response = _response("500 Internal Server Error", b"the metrics could not be read: see the log\n")
         peer.sendall(response)
