@@ -245,6 +245,9 @@ def main(name: str, endpoint: str, run: str, end: str = "") -> None:
     logging.disable(logging.INFO)  # a handler tells of its rounds
     holder = [MAKERS[name](endpoint, run)]
     if end == "fork":
+        for thread in threading.enumerate():
+            if thread.name == "ftcoord-lookup":  # it ends by itself, and is no loss then
+                thread.join()
         before = threads(), children()
         print(fork_and_forget(holder), sorted(before[0] - threads()), before[1] == children(), flush=True)
         sys.stdin.readline()

@@ -356,8 +356,9 @@ def test_a_node_that_the_others_went_on_without_does_not_end_their_run(make_node
 def test_a_participant_of_a_failed_run_is_no_spare_of_it(make_nodes: MakeNodes, client: EtcdClient) -> None:
     """It lost its lease, and waits as a new incarnation when another one's failure ends the run: no exit code 0."""
     # With a lease that is not renewed just then: it would find out, and be back in its seat before it is missed.
+    # And it is not the one that decides, which sees at once that its key is gone.
     nodes = make_nodes(2, 2, settle_timeout=60, last_call_timeout=600, lease_ttl=600).add(2)
-    join_all(nodes)
+    seats_of([waits(nodes[0]), nodes[1].join()])
     client.revoke(nodes[1].lease())
     all_signalled([nodes[1]])
     join = nodes[1].join()
