@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from pathlib import Path
@@ -114,7 +115,8 @@ def test_workers_that_fail_at_once_are_named_in_every_round(
         events = json.loads(capsys.readouterr().out)["events"]
         failures = [event["reason"] for event in events if event["kind"] == "failed"]
         assert len(failures) == 4, events
-        assert all("(rank 0, local rank 0) exited with code 2" in one for one in failures), failures
+        # With its ranks, but for a worker that ended before its environment was read.
+        assert all(re.fullmatch(r"worker \d+( \(rank 0, local rank 0\))? exited with code 2", one) for one in failures)
         assert "came back for a new round" not in job.terminals()
 
 
