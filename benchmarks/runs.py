@@ -14,14 +14,15 @@ from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 from ftcoord.core.layout import (
     KEY_PREFIX,
     decided_key,
+    decider_key,
     event_key,
     member_id,
     member_key,
     roll_key,
     round_key,
     run_prefix,
-    tail_key,
 )
+from ftcoord.core.office import OfficeRecord, encode_office
 from ftcoord.core.rendezvous_records import (
     ROLLS,
     JoinRequest,
@@ -72,7 +73,8 @@ def write_run(client: EtcdClient, job: str, nodes: int, rounds: int) -> WrittenR
     record = Round(rounds, seats, "10.0.0.1", 29500, (), 1, nodes, ready=True, by=seats[0].member)
     asks = [(member_key(prefix, member_id(lease)), lease, _ask(at, record)) for at, lease in enumerate(leases)]
     puts = [Put(key, rendezvous_records.encode(ask), lease) for key, lease, ask in asks]
-    puts.append(Put(tail_key(prefix), seats[-1].member.encode(), leases[-1]))
+    office = OfficeRecord(seats[0].member, "0" * 32)
+    puts.append(Put(decider_key(prefix), encode_office(office), leases[0]))
     puts += _record_puts(prefix, record, leases[0])
     puts += _history_puts(prefix, record, leases[0])
     for at in range(0, len(puts), _PUT_TOGETHER):

@@ -112,6 +112,10 @@ class StateError(FtcoordError):
         self.key = key
 
 
+class OtherLayout(StateError):
+    """A key holds a value of another layout: another release of ftcoord takes part in the job."""
+
+
 class ServerError(FtcoordError, RuntimeError):
     """An embedded etcd or a gateway could not be found, started or reached."""
 

@@ -23,7 +23,6 @@ from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Etcd
 from ftcoord.metrics import process as metrics
 from ftcoord.pool import DaemonPool
-from ftcoord.primitives.group.pace import TakeoverToken
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +103,6 @@ class GatewaySessions:
         ended: Callable[[Collection[str]], Collection[str]],
     ) -> None:
         self._etcd, self._job, self._ended = etcd, job, ended  # never change
-        self._takeover = TakeoverToken()
         self._lock = concurrency.lock("GatewaySessions._lock")
         self._sessions: dict[str, _GatewaySession] = {}  # guarded by _lock, as the next
         self._shares = Shares("replicas", MOST_IDS, MOST_IDS_OF_ADDRESS)
@@ -189,7 +187,7 @@ class GatewaySessions:
 
     def _new_replica(self, replica_id: str) -> Replica:
         return Replica(  # which lives on when this gateway dies, and asks the next one
-            self._etcd, self._job, replica_id, keeps_lease=True, dies_with_process=False, takeover=self._takeover
+            self._etcd, self._job, replica_id, keeps_lease=True, dies_with_process=False
         )
 
     def _run_sweeper(self) -> None:

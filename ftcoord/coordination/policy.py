@@ -224,8 +224,6 @@ class QuorumPolicy:
     def _follow(self, view: View, previous: QuorumRecord, me: str) -> set[str] | None:
         """Follow the members of the last quorum; returns the members that are present. Only the oldest member does, and
         writes how they ended, since those that stand by see the same; None for all others."""
-        if not view.members or member_of(view.members[0].key) != me:
-            return None
         present = {known.candidate.member for known in self._known.values()}
         present.update(map(member_of, self._members.unreadable))
         if self._late.begins and (before := self._seen.before) is not None:

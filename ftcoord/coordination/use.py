@@ -96,6 +96,9 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
     def nobody_asks(self) -> None:
         self._closed = self._asked
 
+    def rank(self, record: QuorumRecord, me: Sequence[str]) -> int | None:
+        return next((rank for rank, seat in enumerate(record.seats) if seat.member in me), None)
+
     def outlook(self, record: QuorumRecord | None, me: Sequence[str], ask: ReplicaRecord) -> Outlook[ReplicaRecord]:
         shortened = ask.request if ask.profile else None
         found = outlook(record, me, self._replica_id, ask.asked, shortened, self._seen.taken)

@@ -125,9 +125,9 @@ def member_of(key: str) -> str:
     return key.rpartition("/")[2]
 
 
-def tail_key(prefix: str) -> str:
-    """The key that names the last member to join a group: the next one follows it."""
-    return f"{prefix}/tail"
+def decider_key(prefix: str) -> str:
+    """The key of a group's office: it names who decides."""
+    return f"{prefix}/decider"
 
 
 def decided_key(prefix: str) -> str:
@@ -154,7 +154,7 @@ def era_key(prefix: str) -> str:
 
 
 def record_span(prefix: str) -> Span:
-    """A decided record, its roster and its era. No other key of quorums lies between these."""
+    """A decided record, its roster and its era, and the office. No other key of a group lies between these."""
     return Span(decided_key(prefix), stop=f"{era_key(prefix)}\0")
 
 

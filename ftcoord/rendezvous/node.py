@@ -228,10 +228,7 @@ class Node:
             # Behind all rounds that have left something, though the record that would tell of them may be gone.
             self._numbers.heard(self._highest_round(pace))
             self._numbers.has_looked = True
-        try:
-            look = self.participant.ask(self._new_ask(port), pace)
-        finally:
-            pace.rest()
+        look = self.participant.ask(self._new_ask(port), pace)
         if look.standing is Standing.ANSWERED:
             assert look.record is not None
             return self._started(look.record)
@@ -360,8 +357,7 @@ class Node:
         raise SystemExit(0)
 
     def _await_farewell(self, within: TimeLimit) -> None:
-        """Wait until another member has read why this one leaves; or its own thread, if it is the decider or takes
-        over."""
+        """Wait until the decider has read why this one leaves."""
 
         def heard() -> bool:
             member = self.participant.member
@@ -375,10 +371,6 @@ class Node:
 
         if self._settings.on_member_loss != "restart":  # nobody does anything about it
             return
-        with self._changed:
-            if self._changed.wait_for(heard, within.left(FAREWELL_TIMEOUT)):
-                return
-        self.participant.take_over(lambda until: None)  # the decider may be dead, and its successor would find no word
         with self._changed:
             self._changed.wait_for(heard, within.left(FAREWELL_TIMEOUT))
 

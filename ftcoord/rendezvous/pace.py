@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,11 +16,10 @@ from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Rou
 from ftcoord.core.round_history import counted
 from ftcoord.core.round_situation import RETURN_FACTOR
 from ftcoord.core.seating import SAY_AGAIN, seating_time, unhurried
-from ftcoord.core.takeover import rare_slot
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import SHOWN, ending, log_change, named
-from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken, signals_at
+from ftcoord.primitives.group.pace import Look, signals_at
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.rendezvous.limits import OtherLimits
 from ftcoord.rendezvous.logs import attendance
@@ -39,11 +39,6 @@ LOOK_TIMEOUT: Final = 2.0
 """Seconds that a read of the other nodes may take. Nothing depends on it."""
 LAST_LOOK_TIMEOUT: Final = 1.0
 """The same when the node's own time is over, and it is still to leave."""
-OLDEST: Final = 4
-"""Members that look early before there is any round, whatever its size will be."""
-CROWD: Final = 4
-"""The most waiting nodes to assume per seat. A node's place in line grows with each node that has ever joined; in a
-long job more nodes come and go than wait at a time."""
 LIMITS_INTERVAL: Final = 1.0
 """Seconds between two checks of a node that has other limits than the run."""
 
@@ -59,7 +54,7 @@ class RoundPace:
     ) -> None:
         now = concurrency.now()
         self._participant, self._settings, self._run, self._host = participant, settings, run, host
-        self._takeover = Takeover(participant, TakeoverToken(), rare_slot)
+        self._draw = random.random()
         self.gone = concurrency.event()
         self.deadline = now + settings.join_timeout
         self.has_waited = False
@@ -83,7 +78,7 @@ class RoundPace:
 
     @property
     def crowd(self) -> int:
-        return self._waiters(self._participant.record)
+        return self._settings.max_nodes
 
     def see(self, look: Look[AnyRound, JoinRequest]) -> Standing:
         standing, now = look.standing, concurrency.now()
@@ -96,7 +91,6 @@ class RoundPace:
             self._check_at = min(self._check_at, self._say_again_at(look.record, now))
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
             self.deadline = now + self._settings.join_timeout
-        self._takeover.see(look.record, self._waiters(look.record), _may_look(look.record, standing))
         stated = (look.record or NO_ROUND).limits
         if standing is Standing.PENDING and self._stated not in (None, stated):  # since somebody contradicts them
             self._line_at = min(self._line_at, now)
@@ -109,7 +103,7 @@ class RoundPace:
         now = concurrency.now()
         if standing is Standing.REFUSED:
             return now
-        return min(self.deadline, self._check_at, self._line_at + self._turn, self._takeover.at(), signals_at())
+        return min(self.deadline, self._check_at, self._line_at + self._turn, signals_at())
 
     def tick(self, look: Look[AnyRound, JoinRequest]) -> None:
         """Raises RendezvousTimeoutError after the join timeout, and RendezvousStateError when the limits differ."""
@@ -123,7 +117,6 @@ class RoundPace:
             raise RendezvousTimeoutError(self._why_no_round())
         if look.standing is Standing.SPARE and look.record is not None:
             self._log_spare(look.record, now)
-        self._takeover.tick()
         if now >= self._check_at:
             self._check(look, now)
         if now >= self._line_at + self._turn:
@@ -145,31 +138,13 @@ class RoundPace:
         member = self._participant.member
         log_change(log, text, run=run, round=full.number, host=self._host, member=member.id if member else None)
 
-    def rest(self) -> None:
-        """This node no longer waits, for now."""
-        self._takeover.end()
-
-    @property
-    def _place(self) -> int:
-        """This node's place in line: how many have joined up to it, as far as is known."""
-        member = self._participant.member
-        return member.group.place if member else 0
-
     @property
     def _turn(self) -> float:
-        """By how many seconds this node logs later than the first one in line."""
-        return self._place % (CROWD * self._settings.max_nodes) / LINES_PER_SECOND
+        """By how many seconds this node logs later than others, so that not all read who is there at once."""
+        return self._draw * self._settings.max_nodes / LINES_PER_SECOND
 
     def _seats(self, record: AnyRound | None) -> int:
         return record.size if record is not None and record.size else self._settings.min_nodes
-
-    def _waiters(self, record: AnyRound | None) -> int:
-        """How many nodes may wait for the same record, as far as this one knows. If nobody knows how many will come,
-        all but the oldest few assume the maximum, so that they do not all look at once."""
-        seats, place = self._seats(record), self._place
-        unknown = (record is None or not record.size) and place > OLDEST
-        most = self._settings.max_nodes
-        return max(seats, min(place, CROWD * most), most if unknown else 0)
 
     def _check(self, look: Look[AnyRound, JoinRequest], now: float) -> None:
         self._tolerated = None
@@ -231,13 +206,3 @@ class RoundPace:
         when = f"it starts within {left} s (last_call_timeout)" if left > 0 else "it is due"
         more = limits[1] - count
         return f"{when}, or at once with {more} more" if more > 0 else when
-
-
-def _may_look(record: AnyRound | None, standing: Standing) -> bool:
-    """Whether a node in this standing may decide in place of the decider.
-
-    Not while the nodes of a round take their seats: seats count only if they were taken a moment ago, and a node that
-    learns late of the round cannot tell. It would start the round with a dead node.
-    """
-    takes_seats = record is not None and bool(record.size) and not (record.ready or record.recalled)
-    return standing in (Standing.PENDING, Standing.SPARE) and not takes_seats

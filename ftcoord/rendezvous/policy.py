@@ -220,10 +220,7 @@ class RendezvousPolicy:
         return replace(published, events=self._events(situation, verdict, published.record, view, me))
 
     def _with_news(self, verdict: Wait, situation: RoundSituation, view: View, me: str, now: float) -> Wait:
-        """Add events for the history while nothing is decided. Only the oldest member adds them: those that stand by
-        see the same."""
-        if not view.members or member_of(view.members[0].key) != me:
-            return verdict
+        """Add events for the history while nothing is decided."""
         bystanders, look_at = self._bystanders.look(situation, now)
         ends, tell_at = self._told.late(situation, view, now)
         times = [at for at in (verdict.until, look_at, tell_at) if at is not None]

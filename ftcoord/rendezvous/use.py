@@ -92,5 +92,8 @@ class RoundUse(Use[AnyRound, JoinRequest]):
     def encode(self, ask: JoinRequest) -> bytes:
         return rendezvous_records.encode(ask)
 
+    def rank(self, record: AnyRound, me: Sequence[str]) -> int | None:
+        return next((rank for one in reversed(me) if (rank := record.rank_of(one)) is not None), None)
+
     def outlook(self, record: AnyRound | None, me: Sequence[str], ask: JoinRequest) -> Outlook[JoinRequest]:
         return rendezvous.outlook(record, me[-1], ask)

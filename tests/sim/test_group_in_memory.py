@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from ftcoord.primitives.group.succession import FOLLOW_UP
 from members import Counting, Door, Roll
 from virtual import REFUSED, Call, Fate, flaky
 from worlds import PREFIX, TTL, Host, World, simulated
@@ -31,7 +32,6 @@ from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group import membership
 from ftcoord.primitives.group.group import CHECK_AFTER, Group
 from ftcoord.primitives.group.membership import Membership
-from ftcoord.primitives.group.succession import FOLLOW_UP
 from ftcoord.primitives.session import Session
 
 

@@ -25,7 +25,7 @@ HEX = f"{LEASE:016x}"
 KEYS = {
     "members_span": f"{RUN}/members/",
     "member_key": layout.member_key(RUN, layout.member_id(LEASE)),
-    "tail_key": layout.tail_key(RUN),
+    "decider_key": layout.decider_key(RUN),
     "decided_key": layout.decided_key(RUN),
     "decided_span": layout.decided_span(RUN).start,
     "roster_key": layout.roster_key(layout.decided_key(RUN)),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+from ftcoord.primitives.group.succession import Judged
 from virtual import Scheduler
 
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
 from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Takeover, TakeoverToken, UntilDeadline
-from ftcoord.primitives.group.succession import Judged
 
 
 class Takes:

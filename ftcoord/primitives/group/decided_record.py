@@ -74,7 +74,8 @@ class DecidedRecord:
         self._etcd, self._ttl, self._history = etcd, ttl, history
         self._roster_key = roster_key(decided_key(prefix)) if has_roster else None
         self._era_key = era_key(prefix) if has_roster else None
-        self.mirror = Mirror(etcd, record_span(prefix) if has_roster else Span(decided_key(prefix)), post)
+        self.mirror = Mirror(etcd, record_span(prefix), post)
+        """Of the office too: one watch, and one read, deliver both."""
         self._kept: KeptLease | None = None
         """The record's lease, while this member decides."""
         self.known: KeyValue | None = None
@@ -267,7 +268,7 @@ class DecidedRecord:
     def _learn(self, outcome: WriteOutcome, puts: Sequence[Put]) -> None:
         """Take over what a transaction wrote, or found under the key. The watch will not repeat it."""
         kv = outcome.kv
-        if self._roster_key is not None and not outcome.done:  # what it found is only the half of it
+        if not outcome.done:  # what it found is only a part of it
             self.mirror.adopt(self._etcd.range(Get(self.mirror.span)))
             self.tell()
             return

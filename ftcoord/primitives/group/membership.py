@@ -58,6 +58,7 @@ class Membership(Generic[R]):
         ttl: the lease's TTL, in seconds.
         record_ttl: seconds that the decided record outlives the last decider.
         within: how long taking the lease and beginning the watch may take.
+        rank: returns this member's place in a record; None without one.
         has_roster, history_ttl: see `Group`.
         dies_with_process: see `ParticipantOptions`.
         was: the ids of the participant's earlier incarnations; see `Session`.
@@ -79,6 +80,7 @@ class Membership(Generic[R]):
         ttl: int,
         record_ttl: int,
         within: TimeLimit,
+        rank: Callable[[R | None], int | None] = lambda record: None,
         has_roster: bool = False,
         history_ttl: int = 0,
         dies_with_process: bool = True,
@@ -109,6 +111,7 @@ class Membership(Generic[R]):
             record_ttl,
             self._on_decided,
             failed=self._on_failure,
+            rank=lambda: rank(self.record),
             has_roster=has_roster,
             history_ttl=history_ttl,
         )
@@ -172,6 +175,7 @@ class Membership(Generic[R]):
             if self.lost and self.session.state is not SessionState.LOST:  # the session is an orphan, it closes nothing
                 self._etcd.revoke(self.session.lease_id, timeout=timeout)
             self.session.close(timeout)
+            self.group.await_end(timeout)
         except (EtcdError, ForkedProcessError) as error:
             log.debug("the lease was not revoked, it expires by itself: %s", error)
 
@@ -387,6 +391,7 @@ class Incarnations(Generic[R, A]):
             ttl=options.lease_ttl,
             record_ttl=options.record_ttl,
             within=within,
+            rank=self._rank,
             has_roster=use.has_roster,
             history_ttl=options.history_ttl,
             dies_with_process=options.dies_with_process,
@@ -403,6 +408,10 @@ class Incarnations(Generic[R, A]):
             self._give_up(member, within)
             self.check_stopped()
         return member
+
+    def _rank(self, record: R | None) -> int | None:
+        """The place of the present member, or of an earlier one, in a record."""
+        return None if record is None else self._use.rank(record, self.ids)
 
     def _note_failure(self, member: Membership[R]) -> None:
         """A call under way hears of it, though another thread has this member replaced before that call looks."""

@@ -19,7 +19,6 @@ from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 from ftcoord.logs import ending
 from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Incarnations, Membership, ParticipantOptions
 from ftcoord.primitives.group.pace import Look, Pace
-from ftcoord.primitives.group.succession import Judged
 from ftcoord.primitives.group.use import Use
 
 log = logging.getLogger(__name__)
@@ -198,18 +197,6 @@ class Participant(Generic[R, A]):
         """Why nothing is decided, as the last look of this member has shown; empty if that is not known."""
         member = self.member
         return member.group.reason if member is not None else ""
-
-    def take_over(self, judged: Judged) -> None:
-        """Decide too, though an older member lives, until there is nothing to decide; see `Group.take_over`."""
-        member = self.member
-        if member is not None:
-            member.group.take_over(judged)
-
-    def step_back(self) -> None:
-        """Leave the decision to older members again; see `Group.step_back`. Idempotent."""
-        member = self.member
-        if member is not None:
-            member.group.step_back()
 
     # -- ending -------------------------------------------------------------------------------------------------
 

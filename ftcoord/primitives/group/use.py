@@ -64,6 +64,11 @@ class Use(abc.ABC, Generic[R, A]):
         block."""
         return
 
+    def rank(self, record: R, me: Sequence[str]) -> int | None:
+        """The place in a record of a participant that was these members; None without one, or if that is not known.
+        Those with a place take a free office first, in this order."""
+        return None
+
     @abc.abstractmethod
     def outlook(self, record: R | None, me: Sequence[str], ask: A) -> Outlook[A]:
         """The member's half: what the record means for a member with this ask.

@@ -14,7 +14,7 @@ from virtual.backend import Snapshot
 
 from ftcoord import errors as ftcoord_errors
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.layout import decided_key, member_id, member_key, members_span, roster_key, tail_key
+from ftcoord.core.layout import decided_key, decider_key, member_id, member_key, members_span, roster_key
 from ftcoord.core.rendezvous_records import JoinRequest, parse_join_request
 from ftcoord.etcd.api import Get, Put, Span
 from ftcoord.operator.acting import drain_nodes
@@ -352,7 +352,7 @@ class Faults:
         leases = [lease for lease, owner in self._world.owners.items() if owner is (decider or owner)]
         member = member_key(prefix, member_id(leases[-1]) if leases else "0123456789abcdef")
         decided = decided_key(prefix)
-        keys = [decided, member, member, member_key(prefix, "stranger"), tail_key(prefix)]
+        keys = [decided, member, member, member_key(prefix, "stranger"), decider_key(prefix)]
         if may_be_roster and prefix == self._world.job.prefix:
             keys += [roster_key(decided), roster_key(decided)]
         return draw.choice(keys)

@@ -14,6 +14,7 @@ from store_history import Operation
 from ftcoord.coordination.address import Job
 from ftcoord.core.layout import (
     decided_key,
+    decider_key,
     member_key,
     member_of,
     members_span,
@@ -24,6 +25,7 @@ from ftcoord.core.layout import (
     run_prefix,
     store_values_span,
 )
+from ftcoord.core.office import parse_office
 from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_replica
 from ftcoord.core.rendezvous_records import AnyRound, Round, RoundHead, parse_decided
@@ -525,8 +527,9 @@ class Oracles:
             return
         by = json.loads(kv.value)["by"].partition(" ")[0]
         if owner := self.owner(by):  # else it was an operator, who drains a node
-            is_member = member_key(self._groups[kv.key], by) in self.kvs
-            require("S1 who decides is a member", is_member, f"{by} of {owner} decides {kv.key}")
+            office = self.kvs.get(decider_key(self._groups[kv.key]))
+            holder = parse_office(office.key, office.value).member if office is not None else ""
+            require("S1 who decides has the office", by == holder, f"{by} of {owner} decides {kv.key}, not {holder}")
 
     def _judge_roll(self, kv: KeyValue) -> None:
         """Who reads a head must find all chunks of its roll."""
