@@ -282,8 +282,10 @@ class Sentinel:
                 del self._kept[one.id]
 
     def _say(self, etcd: EtcdOfProcess, leases: Sequence[_Kept], value: bytes) -> None:
+        keys = [death_key(one.deaths, name) for one in leases if one.deaths for name in (member_id(one.id), *one.was)]
+        if not keys:
+            return
         grave = etcd.client.grant(REMEMBERED_FOR, timeout=etcd.timeout).id
-        keys = [death_key(one.deaths, name) for one in leases for name in (member_id(one.id), *one.was)]
         for at in range(0, len(keys), DEATHS_AT_ONCE):
             puts = [Put(key, value, grave) for key in keys[at : at + DEATHS_AT_ONCE]]
             etcd.client.txn((), puts, timeout=etcd.timeout)

@@ -19,7 +19,8 @@ class Order(TypedDict, total=False):
         etcd, config: the number of an etcd, and how to reach it; see `config_raw`.
         etcd, keep, at, ttl, deaths, was, rests: a lease. `at` is when it was renewed, on the monotonic clock that all
             processes of a machine share; `ttl` its TTL in seconds; `etcd` the number of its etcd. If the process dies,
-            the cause is written below the prefix `deaths`, for the lease's member id and for the ids in `was`.
+            the cause is written below the prefix `deaths`, for the lease's member id and for the ids in `was`; an empty
+            `deaths` is for a lease that is no member's.
             `rests`: do not renew it. May be repeated.
         drop: a lease that no longer needs the sentinel.
         orphans: the mark of the processes to end when this one has ended, empty for none; see

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from ftcoord.primitives.group.succession import FOLLOW_UP
-from members import Counting, Door, Roll
+from members import Door, Roll
 from virtual import REFUSED, Call, Fate, flaky
 from worlds import PREFIX, TTL, Host, World, simulated
 
 from ftcoord import concurrency
-from ftcoord.core.layout import decided_key, members_span
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import LeaseLost
 from ftcoord.etcd.api import (
     Began,
-    Compare,
     Etcd,
     Event,
-    Op,
-    Put,
     Span,
-    TxnResult,
     Watch,
     WatchItem,
 )
@@ -173,22 +167,6 @@ def test_a_new_leader_of_etcd_interrupts_watches_and_loses_nothing(world: World)
         hosts.pop(0).leave()
     world.agree(*hosts)
     world.check_one_history()
-
-
-@simulated
-def test_members_do_not_follow_each_other_in_a_circle(world: World) -> None:
-    """The second's key is put back after it was deleted, so that it is the newest; the third hears of both at once."""
-    first, second, third = world.host(), world.host(), world.host()
-    world.agree(first, second, third)
-    third.pause()
-    world.observer.delete(Span(second.node.group.key))
-    second.client.cut_off()
-    second.client.reconnect()  # so that it looks whether its key is there
-    world.until(lambda: world.keys(second.node.group.key), "its key is back")
-    third.resume()
-    world.sleep(1)
-    first.leave()
-    assert world.agree(second, third)["by"] in (second.node.id, third.node.id)
 
 
 @simulated
@@ -364,67 +342,6 @@ def test_a_decider_that_missed_a_decision_reads_the_members_again_too(world: Wor
     assert world.agree(first, second, third)["number"] == 51
 
 
-@simulated
-def test_two_deciders_at_once_decide_as_one(world: World) -> None:
-    hosts = [world.host() for _ in range(4)]
-    world.agree(*hosts)
-    judged: list[float | None] = []
-    for host in hosts[1:]:
-        host.node.group.take_over(judged.append)
-    late = world.host()
-    hosts.pop(2).leave()
-    world.agree(*hosts, late)
-    for host in hosts[1:]:
-        host.node.group.take_over(judged.append)
-    world.agree(*hosts, late, world.host())
-    world.until(lambda: len(judged) >= 4, "they have nothing to decide")
-    world.check_one_history()
-
-
-class Looker(Counting):
-    """Hears of no member while it `holds`, and tells the test before it decides."""
-
-    def __init__(self, real: Etcd) -> None:
-        super().__init__(real)
-        self.holds = False
-        self.before_it_decides: Callable[[], object] = lambda: None
-        self._held: list[Callable[[], None]] = []
-
-    @property
-    def looks(self) -> bool:
-        """Whether it watches all members, as who decides does."""
-        return members_span(PREFIX) in self.watched
-
-    def release(self) -> None:
-        self.holds = False
-        for deliver in self._held:
-            deliver()
-
-    def txn(self, compares: Sequence[Compare], success: Sequence[Op], *more: Any, **how: Any) -> TxnResult:
-        if any(isinstance(op, Put) and op.key == decided_key(PREFIX) for op in success):
-            self.before_it_decides()
-        return super().txn(compares, success, *more, **how)
-
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
-        def hold(item: WatchItem) -> None:
-            if self.holds and span == members_span(PREFIX):
-                self._held.append(lambda: deliver(item))
-            else:
-                deliver(item)
-
-        return super().watch(span, start_revision, hold, **how)
-
-
-def host_that_looks(world: World) -> tuple[Host, Looker]:
-    doors: list[Looker] = []
-
-    def door(client: Etcd) -> Etcd:
-        doors.append(Looker(client))
-        return doors[-1]
-
-    return world.host(door=door), doors[0]
-
-
 class Behind(Looker):
     """Once it `is_behind`, what it watched before that tells it nothing more. What it watches from then on does."""
 
@@ -476,87 +393,6 @@ def test_who_learns_of_a_restore_from_a_guard_that_failed_reads_the_members_anew
     world.sleep(1)
     assert first.node.rolls[-1]["number"] == 60, "the members are those of the record"
     assert world.agree(first, world.host())["number"] == 61
-
-
-@simulated
-def test_who_was_only_overtaken_goes_on_watching_the_members(world: World) -> None:
-    """Another watch would not bring the last word of a member that has left meanwhile."""
-    first, door = host_that_looks(world)
-    world.agree(first)
-
-    def overtake() -> None:
-        door.before_it_decides = lambda: None
-        world.decide(50)
-
-    door.before_it_decides = overtake
-    assert world.agree(first, world.host())["number"] == 51
-    assert door.begun.count(members_span(PREFIX)) == 1
-
-
-@simulated
-def test_a_look_ends_when_another_ones_record_comes(world: World) -> None:
-    """Whoever hears of it late also sees late what followed, so it would decide by what is over."""
-    first, (second, door) = world.host(), host_that_looks(world)
-    world.agree(first, second)
-    judged: list[float | None] = []
-    door.holds = True
-    second.node.group.take_over(judged.append)
-    world.until(lambda: door.looks, "it begins to look")
-    assert not judged
-    third = world.host()
-    world.agree(first, second, third)
-    world.until(lambda: judged == [None], "it is told that it has nothing to decide", 1)
-    world.until(lambda: not door.looks, "it looks no longer", 1)
-    first.pause()
-    fourth = world.host()
-    door.release()
-    world.sleep(1)
-    assert fourth.node.id not in world.decided[-1]["members"]
-    first.resume()
-    world.agree(first, second, third, fourth)
-    assert {roll["by"] for roll in world.decided} == {first.node.id}
-    world.check_one_history()
-
-
-@simulated
-def test_who_decided_for_a_stuck_decider_stops_when_that_one_decides(world: World) -> None:
-    first, (second, door) = world.host(), host_that_looks(world)
-    world.agree(first, second)
-    first.pause()
-    third = world.host()
-    judged: list[float | None] = []
-    second.node.group.take_over(judged.append)
-    assert world.agree(first, second, third, heard_by=(second, third))["by"] == second.node.id
-    decided = world.scheduler.time
-    world.until(lambda: judged == [None], "it has decided", 1)
-    assert door.looks, "more decisions may follow"
-    door.holds = True
-    first.resume()
-    fourth = world.host()
-    assert world.agree(first, second, third, fourth)["by"] == first.node.id
-    world.until(lambda: not door.looks, "the decider decides again", 1)
-    assert world.scheduler.time < decided + FOLLOW_UP
-    world.check_one_history()
-
-
-@simulated
-def test_who_finds_that_another_one_decided_before_looks_no_longer(world: World) -> None:
-    first, (second, door) = world.host(), host_that_looks(world)
-    number = world.agree(first, second)["number"]
-    first.pause()
-    third = world.host()
-    door.before_it_decides = lambda: (
-        number + 1 in (roll["number"] for roll in world.decided) or world.decide(number + 1)
-    )
-    judged: list[float | None] = []
-    second.node.group.take_over(judged.append)
-    world.until(lambda: judged == [None], "it is told that it has nothing to decide")
-    world.until(lambda: not door.looks, "it looks no longer", 1)
-    world.sleep(1)
-    assert [roll["number"] for roll in world.decided][-1] == number + 1
-    first.resume()
-    world.agree(first, second, third)
-    world.check_one_history()
 
 
 @simulated

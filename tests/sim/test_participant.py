@@ -525,24 +525,3 @@ def test_a_write_that_fails_is_made_again(world: World) -> None:
         check_answered(one, one.participant.ask(Called("writes"), pace()))
         assert world.scheduler.time - began < 20
     world.check_one_history()
-
-
-@simulated
-def test_whoever_takes_over_from_a_decider_that_is_stuck(world: World) -> None:
-    with world.scheduler.process("stuck"):  # all its threads are of that process then
-        stuck = Caller(world.etcd.client(), PREFIX, 600)
-        stuck.participant.ask(Called("here"), pace())
-    with world.scheduler.process("other"):
-        other = Caller(world.etcd.client(), PREFIX, 600)
-    world.scheduler.pause("stuck")
-    asking = Asking(other, timeout=300)
-    world.sleep(20)
-    assert asking.look is None
-    judged: list[float | None] = []
-    other.participant.take_over(judged.append)
-    world.until(lambda: asking.look is not None, "it decides itself", 5)
-    world.until(lambda: judged == [None], "nothing is to be decided any more", 1)
-    world.scheduler.resume("stuck")
-    check_answered(stuck, stuck.participant.ask(Called("again"), pace()))
-    check_answered(other, other.participant.ask(Called("again"), pace()))
-    world.check_one_history()

@@ -20,7 +20,8 @@ from worlds import World, long_simulated, simulated
 
 from ftcoord import concurrency
 from ftcoord.core.death_records import Death, encode
-from ftcoord.core.layout import (
+from ftcoord.core.office import parse_office
+from ftcoord.core.layout import decider_key, (
     Span,
     death_key,
     decided_key,
@@ -121,7 +122,9 @@ class Agent(Machine):
         self.crash()
         death = encode(Death(cause, 0))
         self.world.observer.txn((), [Put(death_key(PREFIX, member), death) for member in ids])
-        self.world.etcd.expire(lease)
+        office = self.world.observer.range(Get(Span(decider_key(PREFIX)))).one
+        for one in [lease] + [office.lease] * (office is not None and parse_office(office.key, office.value).member in ids):
+            self.world.etcd.expire(one)
 
 
 def agents(

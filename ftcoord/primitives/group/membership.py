@@ -62,7 +62,7 @@ class Membership(Generic[R]):
         has_roster, history_ttl: see `Group`.
         dies_with_process: see `ParticipantOptions`.
         was: the ids of the participant's earlier incarnations; see `Session`.
-        lost: called when etcd says that the lease is lost, on the keep-alive thread; must not block. Not called for a
+        lost: called when the lease is lost, on the keep-alive thread or the group's; must not block. Not called for a
             lease that is lost before this object is made.
         name: what the history calls this member.
 
@@ -197,6 +197,8 @@ class Membership(Generic[R]):
                 self.failure = ThreadFailed("takes part in a group", error)
             self.lost = True
             self._changed.notify_all()
+        if isinstance(error, MemberLost):
+            self._on_lost()
 
     def _heed_session(self) -> None:
         """Act on the session's state from now on. A lease that is already lost was lost while this process was

@@ -135,7 +135,7 @@ class Office:
         self._hold(self._record.kvs[self._key])
 
     def _hold(self, kv: KeyValue) -> None:
-        self._held, self._renew_at = kv, self._times.renew_at()
+        self._held, self._renew_at, self._was_filled = kv, self._times.renew_at(), True
         self._introduce_at = concurrency.now() + INTRODUCED_AFTER
 
     def _keep(self, now: float) -> float:

@@ -48,7 +48,7 @@ class Participant(Generic[R, A]):
         use: what the group is about.
         options: how it behaves.
         changed: notified whenever there may be news; a new condition, if None.
-        lost: called when etcd says that a lease of its is lost, on the keep-alive thread; must not block.
+        lost: called when a lease of its is lost, on the keep-alive thread or a group's; must not block.
     """
 
     def __init__(
