@@ -58,7 +58,7 @@ LINE_INTERVAL: Final = 30.0
 """Seconds between two such lines of a call."""
 LINES_PER_SECOND: Final = 100
 """The most replicas of a job that log this in a second: all may begin to wait at the same time."""
-LAST_LOOK_TIMEOUT: Final = 0.5
+LAST_READ_TIMEOUT: Final = 1.0
 """Seconds that a read of the other replicas may take when a call's time is over."""
 MEMBERS_READ: Final = 100
 """The most members that are read for such a line; of more it has only the number."""
@@ -258,7 +258,7 @@ class Replica:
         if reason := self._participant.reason:
             return reason
         try:
-            return self._who_asks(record, LAST_LOOK_TIMEOUT)
+            return self._who_asks(record, LAST_READ_TIMEOUT)
         except EtcdError as error:
             return f"cannot tell who asks: {error}"
 

@@ -37,7 +37,7 @@ LINE_INTERVAL: Final = 30.0
 """Seconds between two such lines of a node; longer in a large run."""
 LOOK_TIMEOUT: Final = 2.0
 """Seconds that a read of the other nodes may take. Nothing depends on it."""
-LAST_LOOK_TIMEOUT: Final = 1.0
+LAST_READ_TIMEOUT: Final = 1.0
 """The same when the node's own time is over, and it is still to leave."""
 LIMITS_INTERVAL: Final = 1.0
 """Seconds between two checks of a node that has other limits than the run."""
@@ -141,7 +141,7 @@ class RoundPace:
     @property
     def _turn(self) -> float:
         """By how many seconds this node logs later than others, so that not all read who is there at once."""
-        return self._draw * self._settings.max_nodes / LINES_PER_SECOND
+        return self._draw * min(self._settings.max_nodes / LINES_PER_SECOND, LINE_INTERVAL)
 
     def _seats(self, record: AnyRound | None) -> int:
         return record.size if record is not None and record.size else self._settings.min_nodes
@@ -162,7 +162,7 @@ class RoundPace:
         return now + SAY_AGAIN * unhurried(self._seats(record), now - self._seated[1])
 
     def _why_no_round(self) -> str:
-        settings, there = self._settings, self._attendance(LAST_LOOK_TIMEOUT)
+        settings, there = self._settings, self._attendance(LAST_READ_TIMEOUT)
         return (
             f"no round of run {settings.run_id!r} with a seat for {self._host} came about within"
             f" {settings.join_timeout:g} s (join_timeout): {there}; start the missing nodes with the same --rdzv-id and"

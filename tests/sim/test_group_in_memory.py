@@ -44,11 +44,11 @@ def test_members_come_and_go(world: World) -> None:
 
 @simulated
 def test_a_decider_that_dies_is_replaced_when_its_lease_ends(world: World) -> None:
-    first, second, third = world.host(), world.host(), world.host()
-    assert world.agree(first, second, third)["by"] == first.node.id
+    hosts = [world.host() for _ in range(3)]
+    decider = world.agree(*hosts)["by"]
     died = world.scheduler.time
-    first.crash()
-    assert world.agree(second, third)["by"] == second.node.id
+    hosts.pop([host.node.id for host in hosts].index(decider)).crash()
+    assert world.agree(*hosts)["by"] in {host.node.id for host in hosts}
     assert 2 / 3 * TTL - 1 < world.scheduler.time - died < TTL + 2
     world.check_one_history()
 
@@ -59,7 +59,7 @@ def test_several_that_die_at_once(world: World) -> None:
     world.agree(*hosts)
     for host in (hosts[0], hosts[1], hosts[3]):
         host.crash()
-    assert world.agree(hosts[2], hosts[4])["by"] == hosts[2].node.id
+    assert world.agree(hosts[2], hosts[4])["by"] in {hosts[2].node.id, hosts[4].node.id}
     world.check_one_history()
 
 
@@ -340,59 +340,6 @@ def test_a_decider_that_missed_a_decision_reads_the_members_again_too(world: Wor
     world.sleep(1)
     first.client.loses = lambda _event: False
     assert world.agree(first, second, third)["number"] == 51
-
-
-class Behind(Looker):
-    """Once it `is_behind`, what it watched before that tells it nothing more. What it watches from then on does."""
-
-    def __init__(self, real: Etcd, interrupt: Callable[[], object]) -> None:
-        super().__init__(real)
-        self.is_behind = False
-        self._interrupt = interrupt
-
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
-        begun_behind = self.is_behind
-
-        def hear(item: WatchItem) -> None:
-            if self.is_behind == begun_behind:
-                deliver(item)
-
-        watch = super().watch(span, start_revision, hear, **how)
-        if begun_behind:
-            self._interrupt()
-        return watch
-
-
-@simulated
-def test_who_learns_of_a_restore_from_a_guard_that_failed_reads_the_members_anew(world: World) -> None:
-    """Its watches tell it later, and no revision shows it: others have written as much since. The watch that it begins
-    for that may break, too."""
-    doors: list[Behind] = []
-
-    def door(client: Etcd) -> Etcd:
-        doors.append(Behind(client, world.etcd.change_leader if world.seed % 2 else lambda: None))
-        return doors[-1]
-
-    first = world.host(door=door, ttl=600)
-    world.agree(first)
-    backup = world.etcd.snapshot()
-    lost = [world.host()]
-    world.agree(first, *lost)
-
-    def restore() -> None:
-        if not doors[0].is_behind:
-            doors[0].is_behind, last = True, world.etcd.revision
-            world.etcd.rewind(backup)
-            while world.observer.put("/elsewhere", b"").revision < last:
-                pass
-            world.decide(60)
-
-    doors[0].before_it_decides = restore
-    lost.append(world.host())
-    world.until(lambda: first.node.rolls[-1]["number"] == 60, "it has learned what is decided")
-    world.sleep(1)
-    assert first.node.rolls[-1]["number"] == 60, "the members are those of the record"
-    assert world.agree(first, world.host())["number"] == 61
 
 
 @simulated

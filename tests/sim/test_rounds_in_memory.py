@@ -20,11 +20,11 @@ from worlds import World, long_simulated, simulated
 
 from ftcoord import concurrency
 from ftcoord.core.death_records import Death, encode
-from ftcoord.core.office import parse_office
-from ftcoord.core.layout import decider_key, (
+from ftcoord.core.layout import (
     Span,
     death_key,
     decided_key,
+    decider_key,
     member_id,
     member_of,
     members_span,
@@ -32,6 +32,7 @@ from ftcoord.core.layout import decider_key, (
     rolls_span,
     round_key,
 )
+from ftcoord.core.office import parse_office
 from ftcoord.core.rendezvous_records import ROLLS, RollSizes, RoundHead, parse_decided
 from ftcoord.core.round_situation import RETURN_FACTOR
 from ftcoord.etcd.api import Delete, Get, Put
@@ -122,9 +123,15 @@ class Agent(Machine):
         self.crash()
         death = encode(Death(cause, 0))
         self.world.observer.txn((), [Put(death_key(PREFIX, member), death) for member in ids])
-        office = self.world.observer.range(Get(Span(decider_key(PREFIX)))).one
-        for one in [lease] + [office.lease] * (office is not None and parse_office(office.key, office.value).member in ids):
-            self.world.etcd.expire(one)
+        office = self.world.observer.get(decider_key(PREFIX)).kvs[0]
+        self.world.etcd.expire(lease)
+        if parse_office(office.key, office.value).member in ids:
+            self.world.etcd.expire(office.lease)
+
+    def decides(self) -> bool:
+        """Whether it has the office."""
+        office = self.world.observer.get(decider_key(PREFIX)).kvs[0]
+        return parse_office(office.key, office.value).member == member_id(self.lease())
 
 
 def agents(
@@ -355,8 +362,7 @@ def test_a_host_that_is_lost_long_after_all_came_back_is_noticed_when_its_lease_
     before = lose_leases(world, group)
     world.sleep(2 * LEASE_TTL)
     members = Get(members_span(PREFIX), keys_only=True)
-    oldest = min(world.observer.range(members).kvs, key=lambda kv: kv.create_revision)
-    crashed = random.choice([agent for agent in group if agent.lease() != oldest.lease])
+    crashed = random.choice([agent for agent in group if not agent.decides()])
     others, lease = [agent for agent in group if agent is not crashed], crashed.lease()
     crashed.crash()
     world.until(lambda: all(kv.lease != lease for kv in world.observer.range(members).kvs), "its lease has ended")
@@ -370,7 +376,7 @@ def test_one_that_came_back_dies_while_another_has_still_to_come(world: World) -
     """What was known of it while it was gone for the first time is known no longer."""
     group = agents(world, 4, (1, 4))
     before = work_together(world, group)
-    late, dead, *others = random.sample(group, 4)
+    late, dead, *others = sorted(random.sample(group, 4), key=Agent.decides)
     lease = dead.lease()
     late.client.cut_off()
     for agent in (late, dead):

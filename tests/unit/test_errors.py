@@ -53,6 +53,8 @@ KINDS = sorted(ELSEWHERE.union(kinds(FtcoordError)), key=lambda kind: kind.__nam
 
 
 def made(kind: type[FtcoordError]) -> FtcoordError:
+    if issubclass(kind, errors.StateError):
+        return kind("/key", "holds nonsense")
     return MADE.get(kind, lambda: kind("what happened, and what to do"))()
 
 

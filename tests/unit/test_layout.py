@@ -188,7 +188,12 @@ def test_only_a_records_own_keys_are_in_its_span() -> None:
     """Or each replica would receive the others."""
     rows = PROTOCOL.partition("## Quorums")[2].partition("| key |")[2].partition("\n\n")[0]
     keys = [f"{RUN}/{key}" for key in re.findall(r"^\| `([^`]+)`", rows, re.MULTILINE)]
-    own = {layout.decided_key(RUN), layout.roster_key(layout.decided_key(RUN)), layout.era_key(RUN)}
+    own = {
+        layout.decided_key(RUN),
+        layout.decider_key(RUN),
+        layout.roster_key(layout.decided_key(RUN)),
+        layout.era_key(RUN),
+    }
     assert len(keys) > 6, "the table is found"
     assert {key for key in keys if key in layout.record_span(RUN)} == own
     assert layout.era_key(RUN) not in layout.decided_span(RUN), "it stays when somebody deletes that"
