@@ -24,9 +24,8 @@ from replicas import ReplicaProcess
 
 from ftcoord import cli
 from ftcoord.coordination import LighthouseClient
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix, spans_but_history
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, encode, parse_round
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, WorkerFailure, encode, parse_round
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Span
