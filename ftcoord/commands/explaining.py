@@ -13,7 +13,7 @@ from ftcoord.commands.jobs import RULE_FLAGS, add_job, client_of, rules_of, term
 from ftcoord.commands.output import Terminal, clock
 from ftcoord.config import full_text
 from ftcoord.escaping import neutral
-from ftcoord.operator.past import explain, tell_history
+from ftcoord.operator.history import explain, tell_history
 from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.told import Explanation, JobHistory, ToldEvent, no_such_job
 
@@ -55,7 +55,7 @@ def _history(options: argparse.Namespace) -> int:
 
 def _history_lines(found: JobHistory, terminal: Terminal) -> Iterable[str]:
     if not found.events:
-        return [f"etcd has no history of a job {neutral(repr(found.job))}: it never began, or its history_ttl is over"]
+        return [f"etcd has no history of a job {neutral(repr(found.job))}: it never began, or its run_ttl is over"]
     heads = ("REVISION", "TIME", "GROUP", "NUMBER", "EVENT", "REASON")
     return terminal.table(heads, [_row(one) for one in found.events], widest=None)
 
@@ -72,10 +72,10 @@ def _why(options: argparse.Namespace) -> int:
     job = full_text("JOB", options.job)
     terminal, rules = terminal_of(options), rules_of(options)
     with client_of(options) as etcd:
-        status = tell_job(read_job(etcd, options.key_prefix, job), rules)
-        found = explain(status, *read_events(etcd, options.key_prefix, job))
-    is_known = status.exists or found.happened
-    terminal.tell(found, why_lines(found, terminal) if is_known else [no_such_job(job)])
+        keys = read_job(etcd, options.key_prefix, job)
+        status = tell_job(keys, rules)
+        found = explain(status, *read_events(etcd, options.key_prefix, job), keys.quorum.deaths)
+    terminal.tell(found, why_lines(found, terminal) if status.exists else [no_such_job(job)])
     return HEALTHY if found.healthy else UNHEALTHY
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ftcoord.commands.codes import HEALTHY
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, OUTPUT_FLAGS, add
 from ftcoord.commands.jobs import client_of, terminal_of
-from ftcoord.commands.output import Terminal, clock
+from ftcoord.commands.output import Terminal
 from ftcoord.escaping import neutral
 from ftcoord.operator.summary import read_jobs
 from ftcoord.operator.told import JobLine, JobList
@@ -21,7 +21,7 @@ def add_commands(commands: Any) -> None:
         "ls",
         help="list the runs and jobs on an etcd cluster",
         description="List the runs and jobs that have keys below the key prefix: state, last round and quorum, number"
-        " of live members; or how a job ended, of which only the history is left.",
+        " of live members.",
     )
     add(ls, (*ETCD_FLAGS, KEYS_FLAG, *OUTPUT_FLAGS))
     ls.set_defaults(run=_ls)
@@ -43,6 +43,4 @@ def _list_lines(found: JobList, terminal: Terminal) -> Iterable[str]:
 
 
 def _list_row(line: JobLine) -> tuple[object, ...]:
-    counts = line.round, line.nodes, line.quorum, line.replicas, line.members
-    ended = clock(line.ended, "%m-%d %H:%M")
-    return line.job, line.state, *counts, f"{ended}: {line.note}" if ended else line.note
+    return line.job, line.state, line.round, line.nodes, line.quorum, line.replicas, line.members, line.note

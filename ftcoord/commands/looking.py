@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from ftcoord import concurrency
@@ -15,10 +14,9 @@ from ftcoord.commands.jobs import RULE_FLAGS, add_job, client_of, rules_of, term
 from ftcoord.commands.output import Terminal, clock
 from ftcoord.config import full_text, switch
 from ftcoord.core.rendezvous_records import FAILED
-from ftcoord.core.round_history import counted, spanned
-from ftcoord.escaping import neutral
+from ftcoord.escaping import counted, neutral, spanned
 from ftcoord.operator.job_keys import JobKeys
-from ftcoord.operator.reading import ReadsLeases, read_events, read_job, read_leases
+from ftcoord.operator.reading import ReadsLeases, read_job, read_leases
 from ftcoord.operator.status import Member, Rules, foremost, members_of, tell_job, with_leases
 from ftcoord.operator.told import JobStatus, NextDecision, QuorumStatus, RoundsStatus, TimerStatus, no_such_job
 
@@ -52,15 +50,7 @@ def _status(options: argparse.Namespace) -> int:
     with client_of(options) as etcd:
         keys = read_job(etcd, options.key_prefix, job, with_timers=True)
         status = told_of(etcd, keys, rules, rows)
-        lines: Iterable[str] = status_lines(status, terminal, rows)
-        if status.rounds is None and status.quorum is None:  # perhaps its keys have expired, and its history is left
-            from ftcoord.commands.explaining import why_lines
-            from ftcoord.operator.past import explain
-
-            past = explain(status, *read_events(etcd, options.key_prefix, job))
-            if past.happened:
-                status, lines = replace(status, healthy=past.healthy), why_lines(past, terminal)
-    terminal.tell(status, lines)
+    terminal.tell(status, status_lines(status, terminal, rows))
     return HEALTHY if status.healthy else UNHEALTHY
 
 

@@ -16,8 +16,7 @@ from ftcoord.commands.jobs import RULE_FLAGS, add_job, rules_of, terminal_of
 from ftcoord.commands.looking import health_of, status_lines
 from ftcoord.commands.output import Terminal, to_line
 from ftcoord.config import full_text
-from ftcoord.core.round_history import counted
-from ftcoord.escaping import neutral
+from ftcoord.escaping import counted, neutral
 from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.told import JobStatus, Watched
 from ftcoord.operator.watching import JobWatch, TimerLook, newest, probe

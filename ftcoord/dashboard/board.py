@@ -197,7 +197,7 @@ class _JobFeed(Closing):
         timers = TimerLook(etcd, key_prefix, job)
         # Only the thread:
         self._watch = JobWatch(job, rules, timers.newest, every_timer=True)
-        self._history: tuple[Sequence[KeyValue], Sequence[KeyValue]] = (), ()
+        self._history: tuple[Sequence[KeyValue], Sequence[KeyValue], Sequence[KeyValue]] = (), (), ()
         self._past: Past | None = None  # that was told last
         self._inbox: concurrency.Queue[JobKeys | BaseException | None] = concurrency.inbox()
         self._ending = concurrency.event()
@@ -226,7 +226,7 @@ class _JobFeed(Closing):
             self._publish(Shown(None, str(error)))
             return
         if keys is not None and keys.rounds.events is not None and keys.quorum.events is not None:
-            self._history = keys.rounds.events, keys.quorum.events
+            self._history = keys.rounds.events, keys.quorum.events, keys.quorum.deaths
         if self._watch.last is not None:
             self._tell(self._watch.last, has_changed)
         if keys is not None:

@@ -8,20 +8,16 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
-from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import (
-    Span,
     death_key,
-    decided_key,
-    events_span,
 )
 from ftcoord.core.rendezvous import why_not_drained
-from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, parse_decided
+from ftcoord.core.rendezvous_records import AnyRound, JoinRequest
 from ftcoord.errors import EtcdError, OutcomeUnknown
-from ftcoord.etcd.api import Compare, EtcdCalls, Get, Put
+from ftcoord.etcd.api import Compare, EtcdCalls, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.operator.naming import NamedMember
-from ftcoord.operator.noting import ordered
+from ftcoord.primitives.group.events import ordered
 from ftcoord.rendezvous.record_change import RecordChange, change_record, draining, ending
 
 CLOSED_TTL: Final = 3600
@@ -64,10 +60,9 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
     def end(now: AnyRound) -> RecordChange | None:
         nonlocal over
         over = now.closed
-        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True, by=by)
+        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True)
 
-    history_ttl = HISTORY_TTL if _keeps_history(etcd, prefix, timeout) else 0
-    change_record(etcd, prefix, CLOSED_TTL, history_ttl, end, TimeLimit(timeout))
+    change_record(etcd, prefix, CLOSED_TTL, end, by, TimeLimit(timeout))
     return over
 
 
@@ -92,19 +87,7 @@ def drain_nodes(
     def change(now: AnyRound) -> RecordChange | None:
         nonlocal why
         why = why_not_drained(now, asks := leavers())
-        return draining(now, asks, reason, by=by)
+        return draining(now, asks, reason)
 
-    history_ttl = HISTORY_TTL if _keeps_history(etcd, prefix, timeout) else 0
-    change_record(etcd, prefix, CLOSED_TTL, history_ttl, change, TimeLimit(timeout))
+    change_record(etcd, prefix, CLOSED_TTL, change, by, TimeLimit(timeout))
     return why
-
-
-def _keeps_history(etcd: EtcdCalls, prefix: str, timeout: float) -> bool:
-    """Whether a run keeps a history: one that has had a round and wrote none (history_ttl=0) gets none by being closed.
-
-    Raises StateError and EtcdError.
-    """
-    if etcd.range(Get(events_span(prefix), count_only=True), timeout=timeout).count:
-        return True
-    decided = etcd.range(Get(Span(decided_key(prefix))), timeout=timeout).one
-    return decided is None or parse_decided(decided.key, decided.value).number == 0

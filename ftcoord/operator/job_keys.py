@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
-from ftcoord.core.death_records import parse_death
+from ftcoord.core.death_records import causes_in
 from ftcoord.core.layout import (
     Span,
     deaths_span,
@@ -104,13 +104,8 @@ class GroupKeys:
 
     def causes(self) -> dict[str, str]:
         """Why members died, by id, if a cause is known."""
-        found = {}
-        for kv in self.deaths:
-            try:
-                found[member_of(kv.key)] = parse_death(kv.key, kv.value).cause
-            except StateError:
-                continue  # nothing depends on it but a text
-        return {member: cause for member, cause in found.items() if cause}
+        known = causes_in((kv.key, kv.value, kv.create_revision) for kv in self.deaths)
+        return {member: one.cause for member, one in known.items()}
 
     def with_last_death(self, reason: str) -> str:
         """The reason why nothing is decided, and how the last member ended where there was no decision yet."""
@@ -167,7 +162,7 @@ class JobKeys:
         job: its id.
         revision: etcd's revision at which all of it was read.
         rounds, quorum: its two groups.
-        others: how many keys the job has in all, except its history, which outlives it.
+        others: how many keys the job has in all.
         timers: the keys of its expiration timers; empty if they were not asked for.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ftcoord.core.layout import Span, branch_of, decode_key, run_id_of, run_prefix, runs_span, spans_but_history
+from ftcoord.core.layout import Span, branch_of, decode_key, run_id_of, runs_span
 from ftcoord.etcd.api import EtcdCalls, Get
 
 
@@ -17,14 +17,6 @@ def job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
         if job is not None:
             yield job
         rest = _behind(branch_of(key_prefix, found.key), everything)
-
-
-def live_job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
-    """The same, without jobs of which only the history is left, which stays for a week. Raises EtcdError."""
-    for job in job_ids(etcd, key_prefix):
-        spans = spans_but_history(run_prefix(key_prefix, job))
-        if any(etcd.range(Get(one, limit=1, keys_only=True)).one for one in spans):
-            yield job
 
 
 def _behind(span: Span, whole: Span) -> Span:

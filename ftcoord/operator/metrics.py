@@ -14,7 +14,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.log_once import LogOnce
-from ftcoord.operator.listing import live_job_ids
+from ftcoord.operator.listing import job_ids
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
@@ -28,7 +28,7 @@ WAITING: Final = ("waiting", "spare")
 
 ONE_ETCD: Final = (
     ("ftcoord_etcd_up", "Whether etcd answered this scrape. If not, nothing is told of runs."),
-    ("ftcoord_runs", "Runs and jobs that have keys in etcd, besides a history."),
+    ("ftcoord_runs", "Runs and jobs that have keys in etcd."),
     ("ftcoord_runs_untold", f"Those beyond the first {MOST_RUNS}, of which nothing else is told."),
 )
 OF_RUN: Final = (
@@ -72,7 +72,7 @@ class RunsCollector:
         """All metrics; if etcd does not answer, only that. Takes a few request timeouts at most."""
         try:
             with EtcdClient(self._config) as etcd:
-                ids = list(live_job_ids(etcd, self._key_prefix))
+                ids = list(job_ids(etcd, self._key_prefix))
                 told = [tell_job(read_job(etcd, self._key_prefix, id_), Rules()) for id_ in ids[:MOST_RUNS]]
         except EtcdError as error:
             with self._lock:

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from ftcoord import concurrency
 from ftcoord.core.layout import quorum_prefix, run_prefix
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, parse_decided, parse_join_request
-from ftcoord.core.round_history import counted
 from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum, StateError
+from ftcoord.escaping import counted
 from ftcoord.etcd.api import Etcd, EtcdCalls
 from ftcoord.operator.acting import close_run, drain_nodes, evict
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
 from ftcoord.operator.naming import NamedMember, members_called, owners
-from ftcoord.operator.noting import ordered
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.told import FORMAT, Done, no_such_job
+from ftcoord.primitives.group.events import ordered
 
 
 class NothingThere(FtcoordError):

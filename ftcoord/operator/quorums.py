@@ -8,9 +8,8 @@ from typing import Final
 
 from ftcoord.core.layout import member_of
 from ftcoord.core.manager_address import parted
-from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
+from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, attendance, decide, failing
 from ftcoord.core.quorum_head import parse_quorum
-from ftcoord.core.quorum_history import attendance, failing
 from ftcoord.core.quorum_records import Profile, QuorumRecord, ReplicaRecord, parse_replica
 from ftcoord.core.recovery import heals_from
 from ftcoord.core.verdict import Publish

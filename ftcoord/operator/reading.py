@@ -10,7 +10,7 @@ from ftcoord.core.layout import (
     events_span,
     quorum_prefix,
     run_prefix,
-    spans_but_history,
+    run_span,
     timers_span,
 )
 from ftcoord.etcd.api import EtcdCalls, Get, KeyValue
@@ -58,6 +58,6 @@ def read_lease(etcd: ReadsLeases, member: str, timeout: float | None = None) -> 
 def _read_job(key_prefix: str, job: str, with_timers: bool, then: SnapshotReader) -> JobKeys:
     prefix = run_prefix(key_prefix, job)
     found = [then.pages(span) for span in spans_of(key_prefix, job)]
-    others = sum(one.count for one in then.ranges(Get(one, count_only=True) for one in spans_but_history(prefix)))
+    others = sum(one.count for one in then.ranges([Get(run_span(prefix), count_only=True)]))
     timers = then.pages(timers_span(prefix)) if with_timers else ()
     return keys_of(key_prefix, job, found, revision=then.revision, others=others, timers=timers)

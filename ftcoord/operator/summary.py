@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ftcoord.etcd.api import EtcdCalls
 from ftcoord.operator.listing import job_ids
-from ftcoord.operator.past import tell_ended
-from ftcoord.operator.reading import read_events, read_job
+from ftcoord.operator.reading import read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import FORMAT, UNCOUNTED, JobLine, JobList, JobStatus, QuorumStatus, RoundsStatus
 
@@ -19,14 +18,11 @@ def read_jobs(etcd: EtcdCalls, key_prefix: str) -> JobList:
 
 
 def _read_line(etcd: EtcdCalls, key_prefix: str, job: str) -> JobLine:
-    status = tell_job(read_job(etcd, key_prefix, job), Rules())
-    if status.rounds is None and status.quorum is None:  # perhaps its keys have expired, and its history is left
-        return tell_ended(job, *read_events(etcd, key_prefix, job))
-    return tell_line(status)
+    return tell_line(tell_job(read_job(etcd, key_prefix, job), Rules()))
 
 
 def tell_line(status: JobStatus) -> JobLine:
-    """The line about a job that has rounds or quorums."""
+    """The line about a job."""
     rounds, quorum = status.rounds, status.quorum
     members = [one.standing for part in (rounds and rounds.members, quorum and quorum.replicas) for one in part or ()]
     state, note = _rounds_line(rounds) if rounds else _quorum_line(quorum) if quorum else ("other", "")
