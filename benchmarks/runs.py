@@ -60,7 +60,7 @@ class WrittenRun:
     def told_again(self, client: EtcdClient, at: int, text: str) -> None:
         """Have one member say something else."""
         key, lease, ask = self.asks[at]
-        client.put(key, rendezvous_records.encode(replace(ask, leaving=text)), lease)
+        client.put(key, rendezvous_records.encode(replace(ask, nonce=text)), lease)
 
 
 def write_run(client: EtcdClient, job: str, nodes: int, rounds: int) -> WrittenRun:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
+from ftcoord.core.death_records import KnownCause
 from ftcoord.core.history import NOT_ASKING, HistoryEvent, gone_seats, quorum_events, signed
 from ftcoord.core.layout import decided_key, member_key, member_of, roster_key
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
@@ -15,7 +16,7 @@ from ftcoord.core.quorum_head import Roster, encode_quorum, parse_quorum, parse_
 from ftcoord.core.quorum_records import Profile, QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.core.verdict import Publish, Verdict, Wait
-from ftcoord.errors import EtcdError, StateError
+from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.parse_cache import ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View
@@ -139,7 +140,7 @@ class QuorumPolicy:
         prefix: str,
         options: QuorumOptions,
         seen: HighestSeen,
-        causes: Callable[[Iterable[str]], Mapping[str, tuple[str, int]]] = lambda members: {},
+        causes: Callable[[Iterable[str]], Mapping[str, KnownCause]] = lambda members: {},
         wall_clock: Callable[[], float] = concurrency.wall,
     ) -> None:
         self._prefix, self._options, self._seen, self._wall_clock = prefix, options, seen, wall_clock
@@ -170,7 +171,7 @@ class QuorumPolicy:
             if isinstance(published, Wait):
                 return published
             self._seen.tries(record)
-            return replace(published, events=signed(self._events(view, previous, record), me, int(created * 1000)))
+            return replace(published, events=signed(self._events(previous, record), me, int(created * 1000)))
         return Wait(verdict.reason, verdict.until, verdict.rule)
 
     def _highest(self, view: View) -> Highest:
@@ -185,32 +186,21 @@ class QuorumPolicy:
         is_first = not view.has_era and highest == NOTHING_HEARD
         return highest if is_first or not view.missing_at else highest.and_(view.missing_at, view.missing_at)
 
-    def _events(self, view: View, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
+    def _events(self, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
         """The events for the history of a decision: none, at the cost of no request, in a step of the same members."""
         gone = [seat.member for seat in gone_seats(previous, new)]
-        return quorum_events(previous, new, self._causes_of(gone), self._words_of(view, gone))
+        return quorum_events(previous, new, self._causes_of(gone), self._words_of(gone))
 
-    def _causes_of(self, gone: Sequence[str]) -> Mapping[str, tuple[str, int]]:
+    def _causes_of(self, gone: Sequence[str]) -> Mapping[str, KnownCause]:
         try:
             return self._causes(gone) if gone else {}
         except EtcdError as error:  # nothing is decided by it, and a step may be waiting
             log.debug("the causes of death of members that are gone cannot be read: %s", error)
             return {}
 
-    def _words_of(self, view: View, gone: Iterable[str]) -> dict[str, str]:
-        return {member: word for member in gone if (word := self._word_of(view, member)) is not None}
-
-    def _word_of(self, view: View, member: str) -> str | None:
-        """Why a member is not in the next quorum, as it says itself; None if it gave no reason."""
-        key = member_key(self._prefix, member)
-        if key in self._known:
-            return self._known[key].record.leaving or NOT_ASKING
-        last = view.departed.get(key)
-        try:
-            said = parse_replica(last.key, last.value).leaving if last is not None else ""
-        except StateError:
-            return None
-        return said or None
+    def _words_of(self, gone: Iterable[str]) -> dict[str, str]:
+        """Of members that are not in the next quorum, those that are there."""
+        return {member: NOT_ASKING for member in gone if member_key(self._prefix, member) in self._known}
 
     def _encoded(self, decision: Publish[QuorumRecord], known: Roster | None) -> Publish[bytes]:
         """The same decision, encoded for etcd."""

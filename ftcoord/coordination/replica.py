@@ -7,15 +7,14 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.use import QuorumUse, asking, idle, nothing_of
-from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
-from ftcoord.core.layout import death_key, member_id, member_of, members_span
+from ftcoord.core.death_records import Death
+from ftcoord.core.layout import member_of, members_span
 from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum import FAILED_COMMITS, attendance, failing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
@@ -30,7 +29,7 @@ from ftcoord.errors import (
     StateError,
 )
 from ftcoord.escaping import named
-from ftcoord.etcd.api import Etcd, Get, Put
+from ftcoord.etcd.api import Etcd, Get
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import ending, log_change
 from ftcoord.metrics import process as metrics
@@ -176,27 +175,16 @@ class Replica:
         self._participant.wait_for(lambda: not self._participant.joined, timeout)
 
     def leave(self, timeout: float, cause: str = "") -> None:
-        """Leave at once, and say so; or with a `cause`, write that it died of that. Idempotent; takes at most `timeout`
-        seconds, and does not raise, if etcd is unreachable."""
+        """Leave at once, and write that it left; or with a `cause`, that it died of that. Idempotent; takes at most
+        `timeout` seconds, and does not raise, if etcd is unreachable."""
         within = TimeLimit.of(timeout)
         self._participant.stop()
-        if cause and self._participant.joined:
-            self._write_death(cause, within)
-        elif self._participant.joined:
-            word = replace(idle(nothing_of(self.replica_id)), leaving=LEFT)
-            until = within.deadline - TAKE_BACK_TIMEOUT  # then its lease is given up, which counts for more
-            self._participant.withdraw(word, min(timeout, WORD_TIMEOUT), for_all=True, until=until)
+        if self._participant.joined:
+            death = Death(cause or LEFT, int(concurrency.wall() * 1000), left=not cause)
+            # The rest is for the lease: giving that up counts for more.
+            word = TimeLimit(WORD_TIMEOUT, within.deadline - TAKE_BACK_TIMEOUT)
+            self._participant.farewell(idle(nothing_of(self.replica_id)), death, word)
         self._participant.leave(within.left())
-
-    def _write_death(self, cause: str, within: TimeLimit) -> None:
-        """Before its lease ends: whoever sees that reads the cause."""
-        value = encode(Death(cause, int(concurrency.wall() * 1000)))
-        key = death_key(self._job.prefix, member_id(self.lease))
-        try:
-            grave = self._etcd.grant(REMEMBERED_FOR, timeout=min(within.left(), WORD_TIMEOUT)).id
-            self._etcd.txn([], [Put(key, value, grave)], timeout=min(within.left(), WORD_TIMEOUT))
-        except EtcdError as error:
-            log.debug("why replica %r is gone is not written: %s", self.replica_id, error)
 
     def orphan(self) -> None:
         """Stop taking part, without revoking: for the others it is alive until its lease expires. Idempotent."""

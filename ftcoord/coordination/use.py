@@ -8,6 +8,7 @@ from typing import Final
 
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
+from ftcoord.core.death_records import KnownCause
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum import outlook
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, digest_of, encode
@@ -38,7 +39,7 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         self,
         job: Job,
         replica_id: str,
-        causes: Callable[[Iterable[str]], Mapping[str, tuple[str, int]]],
+        causes: Callable[[Iterable[str]], Mapping[str, KnownCause]],
     ) -> None:
         self._job, self._replica_id, self._causes = job, replica_id, causes
         self._seen = HighestSeen()
@@ -76,20 +77,20 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
             self._asked += 1
             profile = digest_of(ask.request.profile) if is_known else ""
             now = self._seen.highest
-            said = (self._asked, now.id, self._writes, profile, now.number, "", self._job.min_replicas)
+            said = (self._asked, now.id, self._writes, profile, now.number, self._job.min_replicas)
             self._last = ReplicaRecord(ask.request, *said)
             return self._last
         if self._last is not None and 0 < ask.asked < self._asked:
             ask = self._last  # else nobody would know of the last request any longer
         now, profile = self._seen.highest, ask.profile if ask.asked <= self._closed else ""
-        said = (ask.asked, now.id, self._writes, profile, now.number, ask.leaving, self._job.min_replicas)
+        said = (ask.asked, now.id, self._writes, profile, now.number, self._job.min_replicas)
         return ReplicaRecord(ask.request, *said)
 
     def encode(self, ask: ReplicaRecord) -> bytes:
         """An answered request is encoded as none, also when a new member repeats it."""
         asked, now = ask.asked if ask.asked > self._closed else 0, self._seen.highest
         if (asked, now.id, now.number) != (ask.asked, ask.after, ask.heard):  # a record that is written again, later
-            said = (asked, now.id, ask.beat, ask.profile, now.number, ask.leaving, ask.min_replicas)
+            said = (asked, now.id, ask.beat, ask.profile, now.number, ask.min_replicas)
             ask = ReplicaRecord(ask.request, *said)
         return encode(ask)
 

@@ -1,4 +1,4 @@
-"""The JSON record of a death: why the process that held a lease died."""
+"""The JSON record of a death, or of a farewell: why the owner of a lease is gone."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ REMEMBERED_FOR: Final = 3600
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A sentinel's report about its process.
+    """Why the owner of a lease is gone: written by its sentinel, by an operator, or, when it leaves, by itself.
 
     Args:
-        cause: one line, such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)".
+        cause: one line, such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; of who left, only the reason.
         wall_ms: when, on that host's clock, in milliseconds since 1970. For people: no decision depends on it.
     """
 
     cause: str
     wall_ms: int
+    left: bool = False
+    """Whether it left in order."""
 
 
 class KnownCause(NamedTuple):
-    """Why a process died, and etcd's revision at which the cause was first written."""
+    """Why an owner of a lease is gone, etcd's revision at which that was first written, and whether it left in
+    order."""
 
     cause: str
     revision: int
+    left: bool = False
 
 
 def encode(death: Death) -> bytes:
@@ -50,7 +54,8 @@ def causes_in(kvs: Iterable[tuple[str, bytes, int]]) -> dict[str, KnownCause]:
     found = {}
     for key, value, revision in kvs:
         try:
-            found[member_of(key)] = KnownCause(parse_death(key, value).cause, revision)
+            death = parse_death(key, value)
         except StateError:
             continue
+        found[member_of(key)] = KnownCause(death.cause, revision, death.left)
     return {member: known for member, known in found.items() if known.cause}

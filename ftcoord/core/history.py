@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
+from ftcoord.core.death_records import KnownCause
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat
 from ftcoord.core.rendezvous_records import (
     NO_ROUND,
@@ -193,7 +194,7 @@ def _told(size: str, came: Sequence[str], gone: Sequence[str]) -> str:
 def quorum_events(
     previous: QuorumRecord | None,
     new: QuorumRecord,
-    causes: Mapping[str, tuple[str, int]],
+    causes: Mapping[str, KnownCause],
     words: Mapping[str, str],
 ) -> list[HistoryEvent]:
     """The events of the decision that replaces the quorum `previous` by `new`; none between the same members, as in
@@ -201,7 +202,7 @@ def quorum_events(
 
     Args:
         causes: why members of the last quorum are gone, by id, and etcd's revision at which that was written.
-        words: why members that are there, or left, no longer take part, in their own words, by id.
+        words: why members that are there no longer take part, by id.
     """
     ends = [
         replica_end(previous.id, one.member, one.request.replica_id, causes.get(one.member), words.get(one.member))
@@ -225,13 +226,14 @@ def gone_seats(previous: QuorumRecord | None, new: QuorumRecord) -> list[QuorumS
     return [seat for seat in previous.seats if seat.member not in new.seated] if previous else []
 
 
-def replica_end(number: int, member: str, name: str, known: tuple[str, int] | None, word: str | None) -> HistoryEvent:
+def replica_end(number: int, member: str, name: str, known: KnownCause | None, word: str | None) -> HistoryEvent:
     """How a replica's part in this quorum ended, by its known cause of death, or its own word."""
     kind, reason, noted = "lost", f"{name} is gone (its lease ended, or it left)", 0
     if known is not None:
-        kind, reason, noted = "died", f"{name}: {known[0]}", known[1]
+        reason = told_leaving(name, known.cause) if known.left else f"{name}: {known.cause}"
+        kind, noted = "left" if known.left else "died", known.revision
     elif word is not None:
-        kind, reason = "left", f"{name} left ({word})"
+        kind, reason = "left", told_leaving(name, word)
     return HistoryEvent(kind, number, name, name, reason, noted=noted, member=member)
 
 
@@ -247,7 +249,7 @@ class VacantSeat:
 
     Args:
         seat: the seat.
-        cause: why its process died, as its sentinel or an operator wrote; empty if no cause is known.
+        cause: why its process died, as its sentinel or an operator wrote, or why it left; empty if that is not known.
         noted: etcd's revision at which that was written, or else at which the decider saw that the member is gone.
         word: the member's last request; None if the decider never saw it alive.
         said_at: etcd's revision of that; 0 if there is none.
@@ -258,6 +260,8 @@ class VacantSeat:
     noted: int
     word: JoinRequest | None = None
     said_at: int = 0
+    left: bool = False
+    """Whether it left in order."""
 
 
 def note_ends(
@@ -273,7 +277,8 @@ def note_ends(
     ends = [end for ask, revision in asks for end in _said(ask, round_, revision)]
     for one in vacant:
         if one.cause:
-            ends.append(HistoryEvent("died", round_.number, one.seat.host, one.seat.node, one.cause, noted=one.noted))
+            kind: EventKind = "left" if one.left else "died"
+            ends.append(HistoryEvent(kind, round_.number, one.seat.host, one.seat.node, one.cause, noted=one.noted))
         if one.word is not None:
             ends += _said(one.word, round_, one.said_at or one.noted)
     return {**{(end.kind, end.node): end for end in reversed(ends)}, **before}
@@ -299,14 +304,10 @@ def failure_event(number: int, host: str, node: str, failure: WorkerFailure) -> 
 
 def _said(ask: JoinRequest, round_: Round, revision: int) -> list[HistoryEvent]:
     """How a node's part in this round ended, in its own words."""
-    if not (ask.failed or ask.leaving) or ask.node not in round_.nodes or round_.number not in (ask.seated, ask.after):
+    if not ask.failed or ask.node not in round_.nodes or round_.number not in (ask.seated, ask.after):
         return []
     failed = [failure_event(round_.number, ask.host, ask.node, one) for one in ask.failed]
-    said = [replace(event, noted=min(ask.failed_at or revision, revision)) for event in failed]
-    if ask.leaving:
-        reason = told_leaving(ask.host, ask.leaving)
-        said.append(HistoryEvent("left", round_.number, ask.host, ask.node, reason, noted=revision))
-    return said
+    return [replace(event, noted=min(ask.failed_at or revision, revision)) for event in failed]
 
 
 # -- the first cause --------------------------------------------------------------------------------------------------
@@ -391,9 +392,9 @@ def follows(failure: WorkerFailure) -> bool:
     return failure.signal == _SIGABRT or _weight_of_failure(failure) >= Weight.FOLLOWS
 
 
-def told_leaving(hosts: str, why: str) -> str:
+def told_leaving(who: str, why: str) -> str:
     """Who left, and why, in one line."""
-    return f"{hosts} {why}" if why.startswith(OBEYED) else f"{hosts} left ({why})"
+    return f"{who} {why}" if why.startswith(OBEYED) else f"{who} left ({why})"
 
 
 def is_consequence(end: HistoryEvent) -> bool:

@@ -26,9 +26,9 @@ Rules
   R7 closed. A closed run stays closed, unless the user's `restart` lets new members go on from it. They say so, and
      wait until nobody of the closed round is left. If one of them has taken its seat in a later round, the end is only
      what a restored etcd shows: then R9 counts.
-  R8 leaving. A member that says that it is leaving counts as gone from then on, so that the others learn why. A member
-     whose key vanishes is gone: because it died, if its sentinel said so, or else because its lease ended. A node that
-     an operator drains is as good as gone: the record names it, it gets no seat any more, and leaves when it reads so.
+  R8 leaving. A member whose key vanishes is gone. Why is in its deaths/ record, which its sentinel, an operator, or the
+     member itself, when it leaves, has written before; without one its lease has ended. A node that an operator drains
+     is as good as gone: the record names it, it gets no seat any more, and leaves when it reads so.
   R9 reattaching. A lost lease is no lost node: etcd may have hung, and ended the leases of all. A node whose lease is
      gone while its workers run takes another one, and says as which member it took its seat in which round. It holds
      that seat from then on, as long as the round is the last one. When one has come back like that just before, or most
@@ -49,7 +49,7 @@ from math import inf
 from typing import Final
 
 from ftcoord.core.forming import FORMING, form
-from ftcoord.core.history import told_ends, told_leaving
+from ftcoord.core.history import told_ends
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous_records import (
     FAILED,
@@ -168,7 +168,7 @@ def _judge_running(previous: Round, poll: RoundPoll, options: RoundOptions, now:
         hosts = _names(seat.host for seat in gone)
         return Wait(f"{hosts} lost a lease, as others did, and may come back to its seat", until, REATTACHING)
     if gone and (options.recall_on_loss or not running or not previous.ready):
-        return _recall(previous, _why_gone(gone, poll.leaving, poll.situation.deaths), new)
+        return _recall(previous, _why_gone(gone, poll.situation.deaths), new)
     if new and len(previous.seats) - len(gone) < poll.limits[1]:
         return _recall(previous, f"{_names(member.ask.host for member in poll.asking)} waits to join", new)
     if not previous.ready:
@@ -182,7 +182,7 @@ def _may_come_back_until(previous: Round, gone: Sequence[Seat], poll: RoundPoll,
     A seat that was taken again long before says nothing of them. Whoever has read it when it began to decide cannot
     tell how long ago that was, and takes it for new.
     """
-    known = poll.leaving.keys() | poll.situation.deaths.keys() | {member.id for member in poll.situation.members}
+    known = poll.situation.deaths.keys() | {member.id for member in poll.situation.members}
     if not previous.ready or any(seat.member in known for seat in gone):
         return -inf
     since, whole = poll.situation.gone_since, options.return_to_seat
@@ -214,14 +214,11 @@ def _judge_seated(
     return Wait(f"{len(missing)} of {len(participants)} nodes have still to take their seats", until, SEATS)
 
 
-def _why_gone(gone: Sequence[Seat], leaving: Mapping[str, str], deaths: Mapping[str, str]) -> str:
-    """Who died of what, who left, with what they said, and who ended without a word."""
-    said = {seat.host: leaving[seat.member] for seat in gone if seat.member in leaving}
-    died = [deaths[seat.member] for seat in gone if seat.host not in said and seat.member in deaths]
-    silent = [seat.host for seat in gone if seat.host not in said and seat.member not in deaths]
-    parts = [_some(died, "; ")] if died else []
-    for why in sorted(set(said.values())):
-        parts.append(told_leaving(_names(host for host in said if said[host] == why), why))
+def _why_gone(gone: Sequence[Seat], deaths: Mapping[str, str]) -> str:
+    """Who died of what, or left why, and whose lease ended without a reason."""
+    told = [deaths[seat.member] for seat in gone if seat.member in deaths]
+    silent = [seat.host for seat in gone if seat.member not in deaths]
+    parts = [_some(told, "; ")] if told else []
     parts += [f"{_names(silent)} is gone (its lease ended)"] if silent else []
     return "; ".join(parts)
 

@@ -113,7 +113,6 @@ class JoinRequest:
         min_nodes, max_nodes: how many nodes its user wants in a round (--nnodes).
         seated: the round in which it has taken its seat; 0 for none.
         reopens: the number of the closed round that it wants to continue from; -1 for none.
-        leaving: why it is about to give up its lease; empty while it stays.
         holds: the member that it was when it took its seat in round `seated`, if it lost that member's lease since and
             its workers still run; else empty. Such a member asks for nothing.
         failed: the failure of its worker that failed in round `seated`, or, when it asks again, in round `after`; at
@@ -131,7 +130,6 @@ class JoinRequest:
     max_nodes: int
     seated: Count = 0
     reopens: Annotated[int, Range(-1, LARGEST_COUNT)] = -1
-    leaving: str = ""
     holds: str = ""
     failed: tuple[WorkerFailure, ...] = ()
     failed_at: Size = 0

@@ -20,8 +20,6 @@ class RoundPoll:
     Args:
         asking: those that ask for a round, oldest first.
         busy: those that still have one to end.
-        leaving: those that are about to go, by the member that has the seat, and why; they count as gone. So do those
-            that are drained, of which the recall itself tells.
         held: the seats that are held through another lease, by the members that took them: their holders.
     """
 
@@ -29,7 +27,6 @@ class RoundPoll:
     limits: tuple[int, int]
     asking: Sequence[RoundCandidate]
     busy: Sequence[RoundCandidate]
-    leaving: dict[str, str]
     held: Mapping[str, RoundCandidate]
 
     @property
@@ -56,19 +53,15 @@ def poll_of(situation: RoundSituation, limits: tuple[int, int]) -> RoundPoll:
     drained = previous.drained if previous else ()
     asking: list[RoundCandidate] = []
     busy: list[RoundCandidate] = []
-    leaving: dict[str, str] = {}
     for member in situation.members:
         ask = member.ask
-        if ask.leaving:
-            is_holder = previous is not None and holds_seat(member, previous)
-            leaving[ask.holds if is_holder else member.id] = ask.leaving
-        elif ask.node in drained:
+        if ask.node in drained:
             continue
-        elif newest[ask.node] is member and ask.limits == limits:
+        if newest[ask.node] is member and ask.limits == limits:
             has_seat = ask.holds or ask.after < max(ask.seated, last.get(member.id, 0))
             (busy if has_seat else asking).append(member)
     held = held_seats(previous, busy) if previous else {}
-    return RoundPoll(situation, limits, asking, busy, leaving, held)
+    return RoundPoll(situation, limits, asking, busy, held)
 
 
 def held_seats(previous: Round, members: Iterable[RoundCandidate]) -> dict[str, RoundCandidate]:

@@ -71,7 +71,7 @@ def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force
     asks = [parse_join_request(one.kv.key, one.kv.value) for one in members]
     now = parse_decided(rounds.decided.key, rounds.decided.value) if rounds.decided is not None else NO_ROUND
     limits = now.limits if now.limits != NO_ROUND.limits else asks[0].limits
-    stay = {ask.node for ask in _asks(rounds) if ask.limits == limits and not ask.leaving}
+    stay = {ask.node for ask in _asks(rounds) if ask.limits == limits}
     stay -= {*now.drained, *(ask.node for ask in asks)}
     if len(stay) < limits[0] and not force:
         raise NothingThere(

@@ -168,15 +168,13 @@ def _node_status(previous: Round | None, member: _Member, limits: tuple[int, int
         ask.host,
         member.candidate.id,
         _standing(previous, member, limits) if is_newest else "replaced",
-        ask.leaving or "; ".join(one.line for one in ask.failed),
+        "; ".join(one.line for one in ask.failed),
         member.since,
     )
 
 
 def _standing(previous: Round | None, member: _Member, limits: tuple[int, int]) -> str:
     ask = member.ask
-    if ask.leaving:
-        return "leaving"
     if previous is not None and ask.node in previous.drained and not previous.closed:
         return _STANDINGS[Standing.DRAINED]
     if previous is None:

@@ -13,7 +13,7 @@ from ftcoord.core.rendezvous_records import WorkerFailure
 FORMAT: Final = 1
 """The version of the format, in each document."""
 
-UNCOUNTED: Final = frozenset({"refused", "replaced", "leaving", "draining"})
+UNCOUNTED: Final = frozenset({"refused", "replaced", "draining"})
 """The standings of members that live, and that no decider counts for the next round or quorum."""
 
 Decision: TypeAlias = Literal["wait", "publish", "withheld"]
@@ -52,7 +52,7 @@ class NodeStatus:
         node: the agent's id, through all of its leases.
         host: its machine.
         member: its member id, which is its lease, in hexadecimal.
-        standing: running, called back, seating, seated, waiting, spare, away, leaving, draining, refused, replaced or
+        standing: running, called back, seating, seated, waiting, spare, away, draining, refused, replaced or
             over.
         said: why it leaves, or how its worker failed; empty for neither.
         since_revision: etcd's revision at which it became a member.

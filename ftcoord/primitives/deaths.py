@@ -29,17 +29,18 @@ def cause_of_death(etcd: EtcdCalls, deaths: str, lease_id: int) -> str:
 
 
 def causes_of(etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: float | None = None) -> dict[str, str]:
-    """The known causes, by member id. Raises EtcdError.
+    """The known causes of death, by member id; none of who left in order. Raises EtcdError.
 
     Costs one request, unless very many processes died within an hour. `timeout` is in seconds, for each request.
     """
-    return {member: known.cause for member, known in causes_known(etcd, prefix, members, timeout=timeout).items()}
+    found = causes_known(etcd, prefix, members, timeout=timeout)
+    return {member: known.cause for member, known in found.items() if not known.left}
 
 
 def causes_known(
     etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: float | None = None
 ) -> dict[str, KnownCause]:
-    """As `causes_of`."""
+    """As `causes_of`, with who left in order, and why."""
     wanted = {*members}
     if not wanted:
         return {}

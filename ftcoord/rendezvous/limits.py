@@ -46,7 +46,7 @@ class OtherLimits:
         except EtcdError as error:
             log.debug("who shares the run's limits cannot be told: %s", error)
             return
-        other = next((one for one in asks if one.limits == now.limits and not one.leaving), None)
+        other = next((one for one in asks if one.limits == now.limits), None)
         if other is None:
             self._since, self.refusal = None, ""
             return

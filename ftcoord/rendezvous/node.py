@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ftcoord import concurrency
+from ftcoord.core.death_records import Death
 from ftcoord.core.history import failure_event
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import call_back, is_same_round, may_reopen
@@ -43,8 +44,6 @@ from ftcoord.rendezvous.use import RoundUse
 
 log = logging.getLogger(__name__)
 
-FAREWELL_TIMEOUT: Final = 0.5
-"""Seconds that a leaving node waits until its reason is read."""
 SHUT_DOWN: Final = "this handler was shut down; make a new one"
 
 
@@ -181,17 +180,16 @@ class Node:
         within = TimeLimit.of(min(timeout, self._settings.close_timeout, self._settings.request_timeout))
         # The rest is for the lease: while that lives the others wait, whatever they are told.
         words = TimeLimit(LOOK_TIMEOUT, within.deadline - TAKE_BACK_TIMEOUT)
+        death = Death(why, int(concurrency.wall() * 1000), left=True)
         member = self.participant.member
         lives = member if member is not None and member.entered and not member.lost else None
         # Of the seat that it holds, if it holds one: the others know it by that.
-        ask = replace(self._hold(self.round) if self.round is not None else self._new_ask(0), leaving=why)
-        if lives is not None and self.participant.withdraw(ask, words.each, for_all=True, until=words.deadline):
-            self._await_farewell(words)
-            if lives.record is not None:
-                mine, failed, now = self.round, self.failure, lives.record
-                is_mine = mine is not None and failed is not None and is_same_round(now, mine)
-                told = [failure_event(now.number, self.host, self.id, failed)] if failed and is_mine else []
-                self._run.note_last(now, lives.record_lease, self.host, lives.id, told, words)
+        ask = self._hold(self.round) if self.round is not None else self._new_ask(0)
+        if lives is not None and self.participant.farewell(ask, death, words) and lives.record is not None:
+            mine, failed, now = self.round, self.failure, lives.record
+            is_mine = mine is not None and failed is not None and is_same_round(now, mine)
+            told = [failure_event(now.number, self.host, self.id, failed)] if failed and is_mine else []
+            self._run.note_last(now, lives.record_lease, self.host, lives.id, told, words)
         self.participant.leave(within.left())
 
     def waiting(self) -> tuple[int, str]:
@@ -349,24 +347,6 @@ class Node:
         number, reason = (record.number, record.closed or record.recalled) if record is not None else (0, "")
         log_change(log, text, run=settings.run_id, round=number, reason=reason, host=self.host)
         raise SystemExit(0)
-
-    def _await_farewell(self, within: TimeLimit) -> None:
-        """Wait until the decider has read why this one leaves."""
-
-        def heard() -> bool:
-            member = self.participant.member
-            if member is None or member.lost:
-                return True
-            now, mine = member.record, self.round
-            has_seat = now is not None and (
-                now.rank_of(member.id) is not None or (mine is not None and is_same_round(now, mine))
-            )
-            return not has_seat or bool(now is None or now.recalled or now.closed)
-
-        if self._settings.on_member_loss != "restart":  # nobody does anything about it
-            return
-        with self._changed:
-            self._changed.wait_for(heard, within.left(FAREWELL_TIMEOUT))
 
     @contextlib.contextmanager
     def _as_torch_errors(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from math import inf
 from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.core.death_records import KnownCause
 from ftcoord.core.history import (
     MOST_ENDS,
     UNKNOWN_PEER,
@@ -20,6 +21,7 @@ from ftcoord.core.history import (
     note_ends,
     round_events,
     signed,
+    told_leaving,
 )
 from ftcoord.core.layout import (
     Span,
@@ -238,11 +240,12 @@ class RendezvousPolicy:
         if previous is not None and (new := gone - self._gone.keys()):
             causes = causes_known(self._etcd, self._prefix, new)
             for member in new:
-                cause, noted = causes.get(member, ("", view.revision))
+                cause, noted, left = causes.get(member, KnownCause("", view.revision))
                 last = view.departed.get(member_key(self._prefix, member))
                 seat, word = previous.seats[previous.ranks[member]], self._last_word(last)
                 said_at = last.mod_revision if last is not None else 0
-                self._gone[member] = now, VacantSeat(seat, cause, noted, word, said_at)
+                why = told_leaving(seat.host, cause) if left else cause
+                self._gone[member] = now, VacantSeat(seat, why, noted, word, said_at, left)
         first = min((since for since, _ in self._gone.values()), default=now)
         return {member: known.cause for member, (_, known) in self._gone.items() if known.cause}, first
 

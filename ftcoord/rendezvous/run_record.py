@@ -169,7 +169,11 @@ class RunRecord:
         except EtcdError as error:
             log.debug("what the members say cannot be read: %s", error)
             return {}
-        gone = [VacantSeat(now.seats[now.ranks[one]], *known, word=None) for one, known in causes.items()]
+        gone = [
+            VacantSeat(now.seats[now.ranks[one]], known.cause, known.revision)
+            for one, known in causes.items()
+            if not known.left
+        ]
         return note_ends({}, now, ((one.ask, one.revision) for one in members), gone)
 
     def _speaks(self, now: AnyRound, speaker: Speaker, within: TimeLimit) -> bool:
@@ -219,7 +223,7 @@ class RunRecord:
                 Get(members_span(prefix), limit=MOST_SILENT + 1), timeout=within.left(HISTORY_TIMEOUT)
             )
             asks = [ask for _, ask in _asks_in(found)]
-            silent = [one for one in asks if one.seated == now.number and not (one.leaving or one.failed)]
+            silent = [one for one in asks if one.seated == now.number and not one.failed and one.host != host]
             events = [*mine]
             if silent and found.count <= MOST_SILENT:
                 who = (silent[0].host, silent[0].node) if len(silent) == 1 else ("", "")

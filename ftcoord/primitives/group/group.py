@@ -21,13 +21,13 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.core.layout import members_span
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Began, Etcd, Get, KeyValue
+from ftcoord.etcd.api import Began, Etcd, Get, KeyValue, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
 from ftcoord.primitives.group.decider import Decider
@@ -145,14 +145,15 @@ class Group:
         """Begin the watch that `enter()` needs, in `timeout` seconds. Raises EtcdError, and may then be repeated."""
         self._record.mirror.begin(timeout)
 
-    def enter(self, value: bytes, within: TimeLimit) -> None:
-        """Join, or change what this member asks for. `value` must be unlike all that it asked before.
+    def enter(self, value: bytes, within: TimeLimit, also: Sequence[Put] = ()) -> None:
+        """Join, or change what this member asks for, and write `also` with it. `value` must be unlike all that it asked
+        before.
 
         Raises LeaseLost when the session is over, and EtcdError when etcd cannot be reached; it may then be repeated.
         """
         if not self.entered:
             self.prepare(within.left())
-        outcome = self._member_key.put(value, within, (Get(self._record.mirror.span),))
+        outcome = self._member_key.put(value, within, (Get(self._record.mirror.span),), also)
         if outcome.reads:
             try:
                 self._begin(outcome)

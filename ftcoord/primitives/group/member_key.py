@@ -43,8 +43,10 @@ class MemberKey:
         self.doubted = False  # only the group's thread
         """Whether etcd may have lost it: `restore` then checks."""
 
-    def put(self, value: bytes, within: TimeLimit, first_reads: Sequence[Get]) -> WriteOutcome:
-        """Write a value unlike all earlier ones.
+    def put(
+        self, value: bytes, within: TimeLimit, first_reads: Sequence[Get], also: Sequence[Put] = ()
+    ) -> WriteOutcome:
+        """Write a value unlike all earlier ones, and `also` in the same transaction.
 
         The first time the outcome has the `first_reads`; later there are none. Raises LeaseLost, and EtcdError.
         """
@@ -52,10 +54,10 @@ class MemberKey:
         with self._turn(within):
             self._sent = value
             reads = first_reads if self.kv is None else ()
-            outcome = write_once(self._etcd, put, self.kv, reads=reads, timeout=within.left())
+            outcome = write_once(self._etcd, put, self.kv, also=also, reads=reads, timeout=within.left())
             if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
                 # Ours after all: an earlier call's, whose outcome was unknown.
-                outcome = write_once(self._etcd, put, outcome.kv, reads=reads, timeout=within.left())
+                outcome = write_once(self._etcd, put, outcome.kv, also=also, reads=reads, timeout=within.left())
             if not outcome.done:
                 raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
             self.kv = outcome.kv

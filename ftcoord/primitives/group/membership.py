@@ -20,7 +20,7 @@ from ftcoord.errors import (
     ThreadFailed,
     ThreadNotStarted,
 )
-from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.etcd.api import Etcd, KeyValue, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.member_key import MemberLost
@@ -35,7 +35,7 @@ A = TypeVar("A")
 
 TAKE_BACK_TIMEOUT: Final = 0.5
 """Seconds that taking back a request, or a lease that is of no use any more, may take. Nothing depends on either."""
-MOURNED_AS: Final = 20
+BURIED_AS: Final = 20
 """Incarnations under whose ids the cause of a death is written, the last ones: others may know it by the seat that it
 took as one of them."""
 
@@ -134,14 +134,14 @@ class Membership(Generic[R]):
         """Whether it has a key in the group."""
         return self.group.entered
 
-    def enter(self, value: bytes, within: TimeLimit) -> None:
-        """Join, or ask for something else.
+    def enter(self, value: bytes, within: TimeLimit, also: Sequence[Put] = ()) -> None:
+        """Join, or ask for something else, and write `also` in the same transaction.
 
         Raises EtcdError; after LeaseLost, make a new membership. The same applies after ThreadNotStarted: its key is
         withdrawn, since nobody would do a member's work.
         """
         try:
-            self.group.enter(value, within)
+            self.group.enter(value, within, also)
         except LeaseLost:
             self.orphan()
             raise
@@ -359,7 +359,7 @@ class Incarnations(Generic[R, A]):
     def _new(self, within: TimeLimit) -> Membership[R]:
         use, options = self._use, self._options
         with self._changed:
-            was = tuple(self.ids[-MOURNED_AS:])
+            was = tuple(self.ids[-BURIED_AS:])
         member = Membership(
             self._etcd,
             use.prefix,
