@@ -152,7 +152,6 @@ class World:
         guarded: whether that guard is there.
         vanishing: whether the record may vanish from etcd.
         hanging: whether to ask of every state also what becomes of the others when one participant never comes back.
-        all_times: whether to tell states apart that differ only in times that count for nothing.
     """
 
     limits: tuple[int, int]
@@ -162,7 +161,6 @@ class World:
     guarded: bool = True
     vanishing: bool = False
     hanging: bool = True
-    all_times: bool = False
     decide: Decide = rendezvous.decide
     _records: dict[Round, Round] = field(default_factory=dict)
     _verdicts: dict[tuple[RoundSituation, frozenset[str]], Verdict] = field(default_factory=dict)
@@ -186,7 +184,7 @@ class World:
 
     def _timed(self, state: State) -> State:
         """A decision on its way was made on times that count then: until it has arrived, none is dropped."""
-        if self.all_times or state.pending:
+        if state.pending:
             return state
         view = with_idle_times(state.view, blind=state.blind)
         return state if view is state.view else state._replace(view=view)

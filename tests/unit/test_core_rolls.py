@@ -1,8 +1,4 @@
-"""Rolls that lie beside their head: who reads the head finds all of its roll, in every order of two deciders' writes.
-
-Each write of a decider is a transaction of its own: a chunk of its roll, or the head. It may arrive at any time later,
-also after its decider died or decided otherwise, and more than once, since answers get lost.
-"""
+"""Rolls that lie beside their head, as keys and bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, NamedTuple
 
-import exploring
 import pytest
-from invariants import InvariantBroken, check_roll, require
 
 from ftcoord.core import layout
-from ftcoord.core.layout import roll_key, roll_span
+from ftcoord.core.layout import roll_key
 from ftcoord.core.rendezvous_records import (
     Away,
     HeardRound,
@@ -35,12 +29,10 @@ from ftcoord.core.rendezvous_records import (
     roll_id,
     round_of,
 )
-from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
 
 PREFIX: Final = "/g"
 IN_TWOS: Final = RollSizes(inline=0, chunk=2)
-NAMES: Final = ("a", "b", "c", "d")
 
 
 @cache
@@ -159,45 +151,6 @@ def encoded(round_: Round, chunks: int) -> list[bytes]:
     return [encode(one) for one in chunks_of(round_, chunks)]
 
 
-@cache
-def read_of(head: RoundHead, roll: tuple[tuple[str, bytes], ...]) -> Round:
-    return round_of("roll", head, [parse_chunk(key, value) for key, value in roll])
-
-
-def check(state: State) -> None:
-    """Whoever reads the head and its roll reads a round that somebody decided."""
-    head = state.head
-    if head is None:
-        return
-    there = dict(state.keys)
-    keys = [roll_key(PREFIX, head.roll, at) for at in range(head.chunks)]
-    require("S1 a head has all of its roll", all(key in there for key in keys))
-    try:
-        read = read_of(head, tuple((key, there[key]) for key in keys))
-    except StateError:
-        raise InvariantBroken("S1 a roll is one of somebody") from None
-    decided = [one.round for one in state.attempts if one.decider == head.by]
-    require("S1 a roll says what its decider decided", any(one.seats == read.seats for one in decided))
-
-
-def test_who_reads_a_head_finds_all_of_its_roll() -> None:
-    assert exploring.explore(State(), Rolls().events, check, 9) > 4_000
-
-
-@pytest.mark.parametrize(
-    ("rolls", "rule"),
-    [
-        (Rolls(last=False), "S1 a head has all of its roll"),
-        (Rolls(named=False), "S1 a roll"),
-        (Rolls(guarded=False), "S1 a head has all of its roll"),
-    ],
-    ids=["the head comes first", "all rolls have one name", "nothing guards it"],
-)
-def test_planted_bug_is_found(rolls: Rolls, rule: str) -> None:
-    with pytest.raises(InvariantBroken, match=rule):
-        exploring.explore(State(), rolls.events, check, 12)
-
-
 # -- a roll as keys and bytes ---------------------------------------------------------------------------------------
 
 
@@ -260,47 +213,3 @@ def test_chunks_that_are_not_whole_are_refused() -> None:
         parse_chunk("chunk", encode(replace(whole, away=("m",), rounds=())))
     with pytest.raises(StateError, match="no roll of 3 nodes"):
         round_of("roll", head_of(decided, "r", 2, ""), [other])
-
-
-# -- what a decider may publish ---------------------------------------------------------------------------------------
-
-
-def published(decided: Round, roll: str = "", **more: object) -> Publish[bytes]:
-    chunks = IN_TWOS.chunks_for(decided)
-    name = roll or roll_id(decided, chunks, "x")
-    beside = [(roll_key(PREFIX, name, at), encode(one)) for at, one in enumerate(chunks_of(decided, chunks))]
-    value = encode(head_of(decided, name, chunks, "x"))
-    return replace(Publish(value, "", beside=beside, deletes=layout.other_rolls(PREFIX, name)), **more)  # type: ignore[arg-type]
-
-
-DECIDED: Final = round_with(7, "m", away=1)
-OTHER: Final = round_with(7, "n")
-HEAD: Final = head_of(DECIDED, roll_id(DECIDED, 2, "x"), 2, "x")
-
-
-def test_a_new_round_and_what_is_said_of_it_later_are_published() -> None:
-    check_roll(PREFIX, None, DECIDED, published(DECIDED))
-    check_roll(
-        PREFIX, HEAD, replace(DECIDED, ready=True), published(replace(DECIDED, ready=True), HEAD.roll, beside=())
-    )
-    check_roll(PREFIX, None, DECIDED, Publish(encode(DECIDED), ""))
-
-
-@pytest.mark.parametrize(
-    ("old", "decision", "rule"),
-    [
-        (None, published(DECIDED, beside=published(DECIDED).beside[:1]), "written as a whole"),
-        (None, published(DECIDED, beside=published(OTHER, HEAD.roll).beside), "says what was decided"),
-        (None, published(OTHER), "says what was decided"),
-        (None, published(DECIDED, beside=()), "a new round has a new roll"),
-        (HEAD, published(DECIDED, "another"), "one membership"),
-        (None, published(DECIDED, deletes=[layout.rolls_span(PREFIX)]), "keeps its roll"),
-        (None, published(DECIDED, deletes=[roll_span(PREFIX, HEAD.roll)]), "keeps its roll"),
-        (None, Publish(encode(OTHER), ""), "one membership"),
-    ],
-)
-def test_a_roll_that_breaks_an_invariant_is_not_published(
-    old: RoundHead | None, decision: Publish[bytes], rule: str
-) -> None:
-    with pytest.raises(InvariantBroken, match=rule):
-        check_roll(PREFIX, old, DECIDED, decision)
