@@ -28,7 +28,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
 from ftcoord.etcd import client as client_module
 from ftcoord.etcd import release
-from ftcoord.etcd.api import Get, KeyValue, Put, RangeResult, Span
+from ftcoord.etcd.api import Get, KeyValue, Put, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc import messages
 from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, write_once
@@ -36,10 +36,6 @@ from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, write_once
 
 def connect(endpoints: str, **settings: Any) -> EtcdClient:
     return EtcdClient(EtcdConfig.load(endpoints, env={}, **settings))
-
-
-def keys(result: RangeResult) -> list[str]:
-    return [kv.key for kv in result.kvs]
 
 
 # -- what it asks ---------------------------------------------------------------------------------------------------

@@ -30,8 +30,6 @@ TIMEOUT = 0.5
 """Seconds that callers allow: a fraction of what one request may take."""
 LAST_REQUESTS = 0.35
 """Seconds that requests may take whose time was over before they began: each has a tenth in any case."""
-REQUESTS = range(4)
-"""How many are answered before etcd hangs: a first call has fewer than these, or ends well."""
 
 
 def hanging_after(world: World, answered: int) -> MemoryClient:

@@ -15,9 +15,8 @@ from ftcoord.core import layout
 from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
 from ftcoord.core.quorum_records import encode as encode_quorum
-from ftcoord.core.rendezvous import decide as decide_round
-from ftcoord.core.rendezvous_records import JoinRequest, Round, encode
-from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
+from ftcoord.core.rendezvous_records import JoinRequest, encode
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions
 from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import KeyValue
@@ -30,12 +29,6 @@ LIMITS = (1, 2)
 def asks(member: str, after: int = 0, **more: Any) -> RoundCandidate:
     ask = JoinRequest(f"node {member}", f"{member}.example", 1, after, member, member, *LIMITS)
     return RoundCandidate(member, replace(ask, **more), 0.0)
-
-
-def published(situation: RoundSituation) -> Round:
-    verdict = decide_round(situation, RoundOptions(), 0.0)
-    assert isinstance(verdict, Publish)
-    return verdict.record
 
 
 PREFIX = "/p"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
 from virtual import (
@@ -34,7 +33,6 @@ from ftcoord.errors import (
 )
 from ftcoord.etcd.api import Batch, Began, Put, Span, TxnResult, WatchItem
 
-T = TypeVar("T")
 SEEDS = range(20)
 
 

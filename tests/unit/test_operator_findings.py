@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from ftcoord.core import quorum_records, rendezvous_records
-from ftcoord.core.layout import decided_key, member_id, member_key, quorum_prefix, run_prefix
+from ftcoord.core.layout import member_id, member_key, quorum_prefix, run_prefix
 from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest
+from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.etcd.api import KeyValue, MemberStatus
 from ftcoord.operator.findings import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
@@ -120,10 +120,6 @@ RUN, QUORUM = run_prefix("/f", "job"), quorum_prefix("/f", "job")
 
 def kv(key: str, value: bytes, lease: int = 0) -> KeyValue:
     return KeyValue(key, value, 1, 1, 1, lease)
-
-
-OPEN = kv(decided_key(RUN), rendezvous_records.encode(NO_ROUND))
-OVER = kv(decided_key(RUN), rendezvous_records.encode(replace(NO_ROUND, closed="x", outcome="failed")))
 
 
 # -- whom a name means ----------------------------------------------------------------------------------------------
