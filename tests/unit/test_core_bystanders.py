@@ -76,15 +76,6 @@ def test_a_refused_node_is_told_of_at_once_though_another_was_just_told_to_wait(
     assert [one.kind for one in by.look(situation("ABC", RUNNING, node("X", (4, 4))), 106.0)[0]] == ["refused"]
 
 
-def test_who_works_in_a_round_that_etcd_lost_does_not_wait() -> None:
-    by = Bystanders()
-    works = node("A")
-    works = replace(works, ask=replace(works.ask, seated=3))
-    came_back = replace(works, id="B2", ask=replace(works.ask, node="B", after=3, holds="B"))
-    by.look(situation("", None, works, came_back), 100.0)
-    assert by.look(situation("", None, works, came_back), 106.0) == ([], None)
-
-
 def test_a_decider_to_which_thousands_come_looks_once_a_second() -> None:
     by = Bystanders()
     by.look(situation("AB"), 100.0)

@@ -16,18 +16,16 @@ from invariants import check_round
 
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.outlook import Standing
-from ftcoord.core.rendezvous import REATTACHING, RECALL, RULES, SEATS, call_back, close, decide, may_reopen, outlook
+from ftcoord.core.rendezvous import RULES, SEATS, call_back, close, decide, may_reopen, outlook
 from ftcoord.core.rendezvous_records import (
     CLOSED,
     FAILED,
     FINISHED,
     NO_ROUND,
-    AnyRound,
     Away,
     JoinRequest,
     Round,
     Seat,
-    head_of,
 )
 from ftcoord.core.round_history import note_ends
 from ftcoord.core.round_poll import vacant
@@ -700,117 +698,6 @@ def another_number(case: Case) -> Round | None:
     return verdict.record
 
 
-@given(cases())
-def test_of_a_round_whose_record_is_lost_it_is_only_said_that_it_is_recalled(case: Case) -> None:
-    record = another_number(case)
-    if record is None or not record.recalled:
-        return
-    situation = case.situation
-    asks = [member.ask for member in situation.members]
-    assert record.number == max([*(max(ask.after, ask.seated) for ask in asks), situation.highest])
-    assert (record.seats, record.ready, record.away, record.closed) == ((), False, (), "")
-    needed = any(ask.after >= ask.seated or ask.seated < record.number for ask in asks)
-    mine, limits = situation.mine, limits_of(situation)
-    there = {ask.node for ask in asks if ask.limits == limits and not ask.leaving}
-    differs = mine is not None and mine.number == record.number and there != mine.nodes.keys()
-    why = (
-        "somebody asks for another round, or works in an earlier one, or is missing, or works in another of that number"
-    )
-    assert needed or situation.vanished or differs, why
-
-
-def test_the_last_round_is_recalled_whose_record_vanished_though_its_decider_knows_an_earlier_one() -> None:
-    """It was stopped meanwhile. Those that run in the last one heed no record of an earlier one."""
-    before = a_round("A B C")
-    behind = asks("A", 0, seated=1)
-    for members, highest in (([behind, asks("B", 1, seated=2)], 1), ([behind], 2)):
-        verdict = decide(RoundSituation(members, 0.0, before, 0.0, vanished=True, highest=highest), RoundOptions(), 0.0)
-        assert isinstance(verdict, Publish)
-        assert (verdict.record.number, verdict.record.seats) == (2, ())
-        assert verdict.record.recalled == "its record vanished from etcd"
-        assert verdict.rule == RECALL
-
-
-def test_a_round_that_etcd_lost_is_not_recalled_by_the_number_of_an_earlier_one() -> None:
-    """The key of a member that is gone still says that it is seated there."""
-    verdict = judge([asks("A", 0, seated=1), asks("B", 2)])
-    assert isinstance(verdict, Publish)
-    assert (verdict.record.number, verdict.record.seats) == (2, ())
-    assert verdict.record.recalled
-
-
-def test_who_works_in_a_round_before_the_one_that_etcd_lost_has_that_recalled() -> None:
-    """Its peers are in the lost one, and it would wait for them for ever: etcd shows its own round as it was."""
-    before = a_round("A B C")
-    verdict = judge([asks("A", 0, seated=1), asks("B", 1, seated=2), asks("C", 1, seated=2)], before)
-    assert isinstance(verdict, Publish)
-    assert (verdict.record.number, verdict.record.seats) == (2, ())
-    assert verdict.record.recalled == "hostA needs another round, and etcd has lost the record of round 2"
-    assert call_back(verdict.record, before)[0]
-
-
-def test_who_seems_to_work_in_an_earlier_round_has_a_lease_s_time_to_say_what_it_does() -> None:
-    """A restored etcd shows what it said then."""
-    before = a_round("A B C")
-    rest = [asks("B", 1, seated=2), asks("C", 1, seated=2)]
-    still = judge_lost([asks("A", 0, seated=1, seen=-9.0), *rest], before)
-    assert isinstance(still, Wait)
-    assert (still.until, still.rule) == (1.0, REATTACHING)
-    assert isinstance(judge_lost([asks("A", 0, seated=1, seen=-10.0), *rest], before), Publish)
-
-
-@pytest.mark.parametrize("previous", [None, a_round("A B C")])
-def test_a_lost_round_is_recalled_when_a_node_has_been_missing_for_a_lease_s_time(previous: Round | None) -> None:
-    """Nobody else would end the wait of the others' workers. The decider has not read that round, but works in it."""
-    mine = a_round("A B C", 2)
-    two, three = ([back_in_seat(f"{name}'", 2, AGO) for name in names] for names in ("AB", "ABC"))
-
-    def verdict(members: Sequence[RoundCandidate], since: float, mine: Round | None = mine, **more: Any) -> Verdict:
-        options = RoundOptions(LAST_CALL, SETTLE, return_to_seat=10.0, **more)
-        return decide(replace(situation(members, since, previous, (2, 3), AGO), mine=mine), options, 0.0)
-
-    assert waits(verdict(two, -9.0), 1.0)
-    assert verdict(two, -9.0).rule == REATTACHING
-    recall = verdict(two, -10.0)
-    assert isinstance(recall, Publish)
-    assert (recall.record.number, recall.record.seats, recall.rule) == (2, (), REATTACHING)
-    assert recall.record.recalled == "1 of 3 nodes is gone, and etcd has lost the record of round 2"
-    assert call_back(recall.record, mine)[0]
-    left = replace(three[2], ask=replace(three[2].ask, leaving="it failed"))
-    assert isinstance(verdict([*two, left], -10.0), Publish)
-    for there in (
-        verdict(three, -10.0),
-        verdict(two, -10.0, recall_on_loss=False),
-        verdict(two, -10.0, a_round("A B C", 1)),  # it has not started that round, and does not know who has
-        verdict(two, -10.0, None),
-    ):
-        assert isinstance(there, Wait) or there.record.number == 1
-
-
-def test_a_lost_round_is_recalled_when_another_one_of_its_number_runs() -> None:
-    """Etcd had forgotten the first one, and has lost the second one too. The nodes of both say the same."""
-    mine = a_round("A B", 2)
-    options = RoundOptions(LAST_CALL, SETTLE, recall_on_loss=False, return_to_seat=10.0)
-
-    def verdict(names: str, since: float, mine: AnyRound) -> Verdict:
-        members = [back_in_seat(f"{name}'", 2, AGO) for name in names.split()]
-        return decide(replace(situation(members, since, None, (1, 3), AGO), mine=mine), options, 0.0)
-
-    large = head_of(mine, "roll", 1, "A1")
-    for names, of, why in (
-        ("A C", mine, "hostC works in another round 2"),
-        ("A B C", mine, "hostC works in another round 2"),
-        ("A B C", large, "3 nodes say that they work in round 2, which has 2"),
-    ):
-        assert waits(verdict(names, -9.0, of), 1.0)
-        recall = verdict(names, -10.0, of)
-        assert isinstance(recall, Publish)
-        assert (recall.record.number, recall.record.seats, recall.rule) == (2, (), REATTACHING)
-        assert recall.record.recalled == f"{why}, and etcd has lost the record of round 2"
-    assert isinstance(verdict("A B", -10.0, mine), Wait)
-    assert isinstance(verdict("A C", -10.0, large), Wait)
-
-
 def of_the_same_round(case: Case, *fields: str) -> Round | None:
     """The record that is decided, if it is that of before with other values in some of these fields."""
     verdict, before = case.verdict, case.situation.previous
@@ -983,32 +870,6 @@ def test_vacant_seats_are_those_that_nobody_has_or_holds() -> None:
     assert vacant(previous, [asks("A", seated=1), back_in_seat("B'", number=2)]) == {"B", "C"}
 
 
-@pytest.mark.parametrize("lost", [5, 4])
-def test_who_works_in_a_round_that_etcd_has_lost_is_not_taken_to_ask(lost: int) -> None:
-    """What it asked before that round counts no more, and nor does the port that it held open then."""
-    previous = replace(a_round("A", 5), seats=(), ready=False, recalled="etcd has lost it")
-    at_work = asks("B", lost - 1, AGO, seated=lost)
-    assert waits(judge([asks("A", 5), at_work], previous, (2, 2), changed_at=AGO, previous_at=AGO), None)
-    verdict = judge([asks("A", 5, AGO), at_work], previous, (1, 2), changed_at=AGO, previous_at=AGO)
-    assert seats(verdict) == "A"
-    assert isinstance(verdict, Publish)
-    assert verdict.record.away == (Away("B", lost),)
-
-
-def test_who_works_in_a_round_that_etcd_has_lost_has_time_to_come_back() -> None:
-    previous = replace(a_round("A", 5), seats=(), ready=False, recalled="etcd has lost it")
-    there = [asks("A", 5, AGO), asks("B", 4, AGO, seated=5)]
-    assert waits(judge(there, previous, (1, 2), changed_at=AGO, previous_at=-1.0), RETURN - 1.0)
-
-
-@pytest.mark.parametrize("number", [4, 5, 6])
-def test_who_was_to_start_a_round_that_etcd_has_lost_asks_again(number: int) -> None:
-    """Whatever is decided by then: a round of the same number may be another one."""
-    ask = asks("B", 4, seated=5).ask
-    for now in (replace(a_round("A", number), seats=(), recalled="etcd has lost it"), a_round("A C", number)):
-        assert outlook(now, "B", ask).standing is Standing.MISSED
-
-
 def test_nobody_waits_for_one_that_leaves_a_seat_which_it_held_through_another_lease() -> None:
     previous = a_round("A B C")
     leaving = replace(back_in_seat("B'"), ask=replace(back_in_seat("B'").ask, leaving="it failed"))
@@ -1039,10 +900,6 @@ def test_a_seat_is_held_by_its_own_node_in_its_own_round_only(pretender: RoundCa
     previous = a_round("A B C", 2)
     alive = [asks("A", seated=2), asks("C", seated=2), pretender]
     assert is_recall(judge_lost(alive, previous), previous, "hostB is gone (its lease ended)")
-
-
-def test_who_holds_a_seat_asks_for_nothing_even_where_its_round_is_forgotten() -> None:
-    assert waits(judge([back_in_seat("A'"), back_in_seat("B'")]), None)
 
 
 def test_who_holds_a_seat_is_waited_for_when_the_round_is_recalled() -> None:

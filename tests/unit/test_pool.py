@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 
 import pytest
-from helpers import DEADLINE, eventually
+from helpers import DEADLINE
 
 from ftcoord import pool as pool_module
 from ftcoord.pool import DaemonPool
@@ -49,27 +49,6 @@ def test_calls_run_at_once_up_to_the_limit_and_queue_beyond(pool: DaemonPool) ->
     assert [call.result(DEADLINE) for call in calls] == [("first", True), ("second", True), ("third", True)]
 
 
-def test_a_thread_that_is_free_is_used_again() -> None:
-    pool, idents = DaemonPool(100, "ftcoord-test"), set[int]()
-    for _ in range(100):
-        done: Future[int] = pool.submit(threading.get_ident)
-        idents.add(done.result(DEADLINE))
-    pool.close()
-    assert len(idents) < 100
-
-
-def test_threads_without_a_call_end_and_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "IDLE_THREAD_TIMEOUT", 0.05)
-    pool, gate = DaemonPool(2, "ftcoord-idle"), Gate()
-    for _ in range(2):
-        calls = [pool.submit(gate.pass_through, name) for name in ("first", "second")]
-        gate.open()
-        for call in calls:
-            call.result(DEADLINE)
-        eventually(lambda: not [one for one in threading.enumerate() if one.name == "ftcoord-idle"], "they end")
-    pool.close()
-
-
 def test_a_call_that_comes_as_its_thread_ends_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "IDLE_THREAD_TIMEOUT", 0.0)
     pool = DaemonPool(1, "ftcoord-idle")
@@ -107,23 +86,4 @@ def test_closing_runs_what_was_taken_and_takes_no_more(pool: DaemonPool) -> None
     assert [call.result(0) for call in calls] == [str(number) for number in range(10)]
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(str)
-    pool.close()
-
-
-def test_closing_need_not_wait_for_what_was_taken() -> None:
-    """A call may end only when more has been closed than the pool. What queues behind it is run all the same."""
-    pool, gate = DaemonPool(2, "ftcoord-test"), Gate()
-    calls = [pool.submit(gate.pass_through, name) for name in ("first", "second", "third")]
-    assert gate.began()
-    assert gate.began()
-    threads = [thread for thread in threading.enumerate() if thread.name == "ftcoord-test"]
-    pool.close(wait=False)
-    assert not any(call.done() for call in calls)
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.submit(str)
-    gate.open()
-    assert [call.result(DEADLINE)[0] for call in calls] == ["first", "second", "third"]
-    for thread in threads:
-        thread.join(DEADLINE)
-        assert not thread.is_alive()
     pool.close()
