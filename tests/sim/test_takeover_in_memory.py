@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
 
-from members import Counting, Door
-from test_participants_in_memory import JOB, LEASE_TTL, Trainer, check_quorums, end, train_together, trainers
-from test_rounds_in_memory import Agent, check_rounds, work_together
+from members import Counting
+from test_participants_in_memory import JOB, Trainer, check_quorums, end, train_together, trainers
 from virtual import MemoryClient
 from worlds import World, long_simulated, simulated
 
@@ -17,9 +14,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
 from ftcoord.core.quorum_records import QuorumRequest
-from ftcoord.core.rendezvous_records import parse_decided
 from ftcoord.core.takeover import SLOT, look_delay, stagger
-from ftcoord.etcd.api import Compare, Get, Op, Put, Span, TxnResult
 
 JOIN = JOB.join_timeout_ms / 1000
 STEP = 0.2
@@ -49,38 +44,6 @@ def test_a_decider_that_is_killed_and_restarted_costs_nobody_its_lease_time(worl
     group[0] = restarted(world, group[0], "replica0 again")
     train_together(world, group, steps=1)
     assert world.scheduler.time - died < STEP + soon(3)
-    end(world, group)
-    check_quorums(group)
-
-
-@simulated
-def test_who_decided_in_place_of_the_decider_goes_on_without_a_pause(world: World) -> None:
-    group = trainers(world, 3)
-    train_together(world, group)
-    group[0].crash()
-    group[0] = restarted(world, group[0], "replica0 again")
-    train_together(world, group, steps=1)
-    began = world.scheduler.time
-    train_together(world, group, steps=10)
-    assert world.scheduler.time - began < 10 * (STEP + DECISION)
-    end(world, group)
-    check_quorums(group)
-
-
-@simulated
-def test_deciders_that_die_one_after_the_other(world: World) -> None:
-    group = trainers(world, 4)
-    train_together(world, group)
-    for number in range(2):
-        last = group[-1].told[-1]
-        names = {seat.member: seat.request.replica_id for seat in last.seats}
-        decider = next(one for one in group if one.replica_id == names[last.by])
-        group.remove(decider)
-        decider.crash()
-        died = world.scheduler.time
-        group.append(restarted(world, decider, f"{decider.name} again {number}"))
-        train_together(world, group, steps=1)
-        assert world.scheduler.time - died < STEP + soon(4)
     end(world, group)
     check_quorums(group)
 
@@ -142,60 +105,3 @@ def test_waiters_with_nothing_to_decide_look_seldom(world: World) -> None:
     for waiter in waiters:
         waiter.thread.join(60)
         assert not waiter.thread.is_alive()
-
-
-@simulated
-def test_a_replica_that_rests_is_not_put_back(world: World) -> None:
-    """It showed once that it lives, through a client that keeps no lease. Then its key is gone."""
-    span = members_span(JOB.prefix)
-    idle = [Replica(world.etcd.client(), JOB, f"idle{number}", keeps_lease=False) for number in range(3)]
-    for replica in idle:
-        replica.beat(concurrency.now() + 5)
-    keys = [kv.key for kv in world.observer.range(Get(span)).kvs]
-    assert len(keys) == len(idle)
-    rested = world.etcd.revision
-    if world.seed % 2:  # else their leases end by themselves
-        for key in keys:
-            world.observer.delete(Span(key))
-    group = trainers(world, 2)
-    for trainer in group:
-        trainer.rest = SELDOM
-    world.sleep(2 * LEASE_TTL)
-    train_together(world, group)
-    late = [event for key in keys for event in world.events(key) if event.kv.mod_revision > rested]
-    assert {event.kind for event in late} == {"delete"}
-    end(world, group)
-    request = QuorumRequest("idle0", "", "", 0, 1, False, "", 0, ())
-    assert idle[0].ask(request, concurrency.now() + 30).names == {"idle0"}, "it joins again"
-
-
-class Freezes(Door):
-    """Freezes its process in the moment in which it would say that a round is ready."""
-
-    def __init__(self, world: World, name: str) -> None:
-        super().__init__(world.etcd.client())
-        self.frozen_at = 0.0
-        self._world, self._name = world, name
-
-    def txn(self, compares: Sequence[Compare], success: Sequence[Op], *more: Any, **how: Any) -> TxnResult:
-        records = [op for op in success if isinstance(op, Put) and op.key.endswith("/decided")]
-        if not self.frozen_at and any(parse_decided(op.key, op.value).ready for op in records):
-            self.frozen_at = self._world.scheduler.time
-            self._world.scheduler.pause(self._name)
-            concurrency.event().wait(STEP)
-        return super().txn(compares, success, *more, **how)
-
-
-@simulated
-def test_a_decider_that_freezes_before_it_says_that_a_round_is_ready(world: World) -> None:
-    door = Freezes(world, "node0")
-    first = Agent(world, "node0", cast(MemoryClient, door), (3, 3))
-    world.sleep(1)
-    others = [Agent(world, f"node{number}", world.etcd.client(), (3, 3)) for number in (1, 2)]
-    world.until(lambda: door.frozen_at, "it is frozen")
-    world.sleep(5)
-    assert not any(agent.rounds for agent in (first, *others)), "nobody knows how old the seats are"
-    world.scheduler.resume("node0")
-    work_together(world, [first, *others])
-    end(world, [first, *others])
-    check_rounds([first, *others])
