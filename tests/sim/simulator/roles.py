@@ -115,8 +115,6 @@ class Agent(Role):
 
     def _round(self, process: Process, handler: handlers.EtcdRendezvousHandler) -> None:
         self.now = None
-        join = Operation("join", "run", (), self.world.moment(), client=process.name)
-        self.world.oracles.joins.append(join)
         info = handler.next_rendezvous()
         mine = handler._node.round
         bootstrap = info.bootstrap_store_info
@@ -124,8 +122,6 @@ class Agent(Role):
             mine.number, mine.roll, info.rank, info.world_size, bootstrap.master_addr, bootstrap.master_port
         )
         process.note("#", f"starts round {now.number} as rank {now.rank} of {now.size}")
-        join.told = f"{now.number} {now.size} at {now.address}:{now.port}, roll {now.roll!r}".encode()
-        join.ended = self.world.moment()
         process.check(self.world.oracles.rounds.started, now)
         self.now = now
         if not self._meets(process, info.store, now):
