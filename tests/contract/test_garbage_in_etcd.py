@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
@@ -19,8 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import decided_key, member_id, member_key, roster_key
-from ftcoord.core.quorum_head import encode_quorum
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord, encode
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode
 from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Span
@@ -160,19 +158,6 @@ def test_a_quorum_among_garbage(pair: Pair, client: EtcdClient, kind: str) -> No
         assert (kv.value, kv.version) == (value, 1)
 
 
-def test_the_roster_of_another_quorum(pair: Pair, client: EtcdClient) -> None:
-    """It could be read, and is not the one that the head names."""
-    pair.ask(1)
-    _, other = encode_quorum(QuorumRecord(9, 9, (QuorumSeat("0" * 16, 1, REQUEST),), (), 0.0))
-    assert other is not None
-    client.put(roster_key(pair.key), other)
-    with pytest.raises(StateError, match="delete both keys"):
-        pair.ask(2)
-    client.delete(Span(pair.key, is_prefix=True))
-    eventually(pair.may_ask, what="both hear that it is gone")
-    assert pair.ask(2).number > 1
-
-
 @pytest.mark.parametrize("beyond", [0, 10**6, 10**18 - 10**15])
 def test_a_member_that_names_a_number_to_which_nobody_has_counted(pair: Pair, client: EtcdClient, beyond: int) -> None:
     """The first one is as far as a decider counts on. All go on while that member lives, and when it is gone."""
@@ -188,16 +173,3 @@ def test_a_member_that_names_a_number_to_which_nobody_has_counted(pair: Pair, cl
     assert before < numbers[0]
     assert numbers == sorted(set(numbers))
     assert (numbers[-1] > number) is (beyond == 0)
-
-
-def test_a_decided_number_to_which_nobody_has_counted(pair: Pair, client: EtcdClient) -> None:
-    """Nobody who has refused it counts on from it when its key is deleted."""
-    number = pair.ask(1).number
-    decided = client.get(pair.key).one
-    assert decided is not None
-    client.put(pair.key, json.dumps({**json.loads(decided.value), "number": 10**18}).encode(), decided.lease)
-    with pytest.raises(StateError, match=r"nobody has counted to.*delete it, and all decide anew"):
-        pair.ask(2)
-    client.delete(Span(pair.key, is_prefix=True))
-    eventually(pair.may_ask, what="both hear that it is gone")
-    assert number < pair.ask(2).number < 10**12

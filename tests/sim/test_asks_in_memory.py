@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from members import Door
+from doors import Door
 from virtual import REFUSED
 from worlds import World, play, simulated
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-from members import Door
+from doors import Door
 from test_asks_in_memory import PAIR, ask, in_background, replica_of
 from test_participants_in_memory import LEASE_TTL, end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together

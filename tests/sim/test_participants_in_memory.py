@@ -89,17 +89,6 @@ def trainers(world: World, count: int, wild: bool = False) -> list[Trainer]:
     return [Trainer(world, f"replica{number}", client(number)) for number in range(count)]
 
 
-def train_together(world: World, trainers: Iterable[Trainer], steps: int = 3) -> None:
-    """Wait until these, and no others, are in so many quorums more."""
-    there = list(trainers)
-    names = frozenset(trainer.replica_id for trainer in there)
-    before = {trainer.name: len(trainer.told) for trainer in there}
-    world.until(
-        lambda: all(len(trainer.told) >= before[trainer.name] + steps and trainer.names == names for trainer in there),
-        f"quorums of {sorted(names)}",
-    )
-
-
 def end(world: World, machines: Iterable[Machine]) -> None:
     for machine in machines:
         machine.stop.set()
@@ -107,21 +96,6 @@ def end(world: World, machines: Iterable[Machine]) -> None:
         assert machine.thread is not None
         machine.thread.join(120)
         assert not machine.thread.is_alive()
-
-
-def check_quorums(trainers: Iterable[Trainer]) -> None:
-    """Everybody is told the same of a number, an id stands for one set of replicas, and neither ever goes back."""
-    by_number: dict[int, QuorumRecord] = {}
-    by_id: dict[int, frozenset[str]] = {}
-    for trainer in trainers:
-        numbers = [quorum.number for quorum in trainer.told]
-        assert numbers == sorted(set(numbers)), (trainer.name, numbers)
-        ids = [quorum.id for quorum in trainer.told]
-        assert ids == sorted(ids), (trainer.name, ids)
-        for quorum in trainer.told:
-            assert trainer.replica_id in quorum.names
-            assert by_number.setdefault(quorum.number, quorum) == quorum
-            assert by_id.setdefault(quorum.id, quorum.names) == quorum.names
 
 
 # -- quorums ----------------------------------------------------------------------------------------------------------

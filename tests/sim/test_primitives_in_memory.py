@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from members import Door
+from doors import Door
 from torch.distributed import DistNetworkError, DistStoreError
 from virtual import Call, Fate, MemoryClient, MemoryEtcd, flaky
 from worlds import TTL, World, play, simulated

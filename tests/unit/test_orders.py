@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from members import Door
+from doors import Door
 from virtual import MemoryEtcd
 from virtual.etcd import MemoryClient
 
