@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import builders
 import pytest
 from helpers import DEADLINE, eventually
 from rdzv_nodes import MakeNodes, all_signalled, join_all
@@ -18,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import decided_key, member_id, member_key, roster_key
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode
+from ftcoord.core.quorum_records import QuorumRecord, encode
 from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Span
@@ -79,7 +80,7 @@ def test_a_run_among_garbage(make_nodes: MakeNodes, client: EtcdClient, run_id: 
 
 # -- quorums ----------------------------------------------------------------------------------------------------------
 
-REQUEST = QuorumRequest("x", "addr", "store", 0, 1, False, "", 0, ())
+REQUEST = builders.request("x", address="addr", store_address="store")
 
 
 class Pair:
@@ -164,7 +165,7 @@ def test_a_member_that_names_a_number_to_which_nobody_has_counted(pair: Pair, cl
     before = pair.ask(1).number
     number = min(before + LARGEST_STEP + beyond, LARGEST_COUNT)
     lease = client.grant(60).id
-    rogue = ReplicaRecord(replace(REQUEST, replica_id="rogue"), 0, number, 1, heard=number)
+    rogue = builders.replica(replace(REQUEST, replica_id="rogue"), after=number, beat=1, heard=number)
     client.put(member_key(pair.prefix, member_id(lease)), encode(rogue), lease)
     eventually(lambda: pair.ask(2) and len(pair.decider_sees()) == 3, what="the decider sees it")
     numbers = [pair.ask(step).number for step in range(3, 6)]

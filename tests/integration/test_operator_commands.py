@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
+import builders
 import pytest
 from helpers import DEADLINE, eventually, python, set_alarm
 from rdzv_nodes import MakeNodes, waits
@@ -22,7 +23,7 @@ from replicas import ReplicaProcess
 from ftcoord import cli
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix, spans_but_history
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, encode, parse_round
+from ftcoord.core.rendezvous_records import NO_ROUND, encode, parse_round
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Span
@@ -226,17 +227,14 @@ def test_only_a_yes_is_a_yes(
 def test_hostile_names_move_no_cursor(format: str, run: Commands, client: EtcdClient) -> None:
     prefix = run_prefix(KEY_PREFIX, f"bad{HOSTILE}")
     lease = client.grant(60).id
-    ask = JoinRequest(
+    ask = builders.ask(
         HOSTILE,
-        HOSTILE,
-        1,
-        0,
-        HOSTILE,
-        "",
-        1,
-        1,
+        address=HOSTILE,
+        host=HOSTILE,
+        nonce="",
         leaving=HOSTILE,
         failed=(WorkerFailure(1, 0, 0, 1, 0, HOSTILE, HOSTILE, HOSTILE, HOSTILE),),
+        limits=(1, 1),
     )
     client.put(member_key(prefix, member_id(lease)), encode(ask), lease)
     client.put(member_key(prefix, HOSTILE), b"\x1b[31mnothing")

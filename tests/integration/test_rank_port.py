@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 
+import builders
 import pytest
 from helpers import DEADLINE, eventually, in_fork, own_port
 from natives import TIMED_OUT, Natives
@@ -48,7 +49,6 @@ from ftcoord.coordination.rank_port import HTTP2
 from ftcoord.coordination.ranks import MOST_CALLS
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.manager_address import parted
-from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.embedded.server import EtcdServer
 
 LONG = timedelta(seconds=DEADLINE)
@@ -233,7 +233,7 @@ def test_a_token_is_shown_to_nobody(
     # The others ask no more, but their records are read.
     with contextlib.closing(LighthouseClient(job, LONG)) as lighthouse, pytest.raises(TimeoutError):
         lighthouse.quorum("c", SHORT)
-    record = QuorumRequest("a", servers[0].address(), "s", 0, 2, False, "", 0, ())
+    record = builders.request("a", address=servers[0].address(), store_address="s", world_size=2)
     for server in servers:
         server.shutdown()
     with pytest.raises(RuntimeError) as gone:

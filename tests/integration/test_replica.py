@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import builders
 import pytest
 from doors import Door
 from helpers import DEADLINE, eventually
@@ -18,13 +19,13 @@ from ftcoord import EtcdServer
 from ftcoord.coordination import connection
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import LARGEST_REQUEST, Replica
-from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord, parse_replica
+from ftcoord.core.quorum_records import ReplicaRecord, parse_replica
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RequestRefused, ServerError
 from ftcoord.etcd.api import Etcd, Get, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group.pace import TakeoverToken
 
-REQUEST = QuorumRequest("x", "", "", 0, 1, False, "", 0, ())
+REQUEST = builders.request("x")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import builders
 import pytest
 from doors import Door
 from virtual import REFUSED
@@ -15,7 +16,7 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, parse_replica
+from ftcoord.core.quorum_records import QuorumRecord, parse_replica
 from ftcoord.etcd.api import Etcd, Get, Span, Watch, WatchItem
 
 ALONE = Job("etcd", "", "alone", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
@@ -23,7 +24,7 @@ PAIR = Job("etcd", "", "pair", min_replicas=2, join_timeout_ms=2000, heartbeat_t
 
 
 def ask(replica: Replica, step: int, timeout: float = 30, failures: int = 0) -> QuorumRecord:
-    request = QuorumRequest(replica.replica_id, "", "", step, 1, False, "", failures, ())
+    request = builders.request(replica.replica_id, step=step, commit_failures=failures)
     return replica.ask(request, concurrency.now() + timeout)
 
 

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+import builders
 from virtual import MemoryClient, flaky
 from worlds import World, simulated
 
@@ -18,7 +19,7 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
-from ftcoord.core.quorum import QuorumRecord, QuorumRequest
+from ftcoord.core.quorum import QuorumRecord
 from ftcoord.errors import ClientClosed, EtcdError, StateError
 from ftcoord.etcd.api import Get
 
@@ -66,7 +67,7 @@ class Trainer(Machine):
         replica = Replica(self.client, JOB, self.replica_id, keeps_lease=True)
         step = 0
         while not self.stop.is_set():
-            request = QuorumRequest(self.replica_id, "", "", step, 1, False, "", 0, ())
+            request = builders.request(self.replica_id, step=step)
             try:
                 self.told.append(replica.ask(request, concurrency.now() + 30))
             except (TimeoutError, EtcdError):
@@ -107,7 +108,7 @@ class Waiter(Machine):
     def __init__(self, world: World, name: str, job: Job, step: int = 0, client: MemoryClient | None = None) -> None:
         super().__init__(world, f"{name} at step {step}", client or world.etcd.client())
         self.told: QuorumRecord | None = None
-        self._request = QuorumRequest(name, "", "", step, 1, False, "", 0, ())
+        self._request = builders.request(name, step=step)
         self._job = job
         self.begin(self._wait)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import builders
+
 from ftcoord.core.bystanders import LONGEST_PAUSE, LOOK_INTERVAL, TELL_AFTER, Bystanders
 from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
+from ftcoord.core.rendezvous_records import Round, Seat
 from ftcoord.core.round_situation import RoundCandidate, RoundSituation
 
-RUNNING = Round(3, (Seat("A", "A", "hostA"), Seat("B", "B", "hostB")), "a", 1, (), 1, 2, ready=True)
+RUNNING = builders.round_(
+    3, (Seat("A", "A", "hostA"), Seat("B", "B", "hostB")), address="a", port=1, ready=True, limits=(1, 2)
+)
 
 
 def node(name: str, limits: tuple[int, int] = (1, 2)) -> RoundCandidate:
-    return RoundCandidate(name, JoinRequest(name, name, 1, 0, f"host{name}", "n", *limits), 0.0)
+    return RoundCandidate(name, builders.ask(name, address=name, limits=limits), 0.0)
 
 
 def situation(names: str, previous: Round | None = RUNNING, *more: RoundCandidate) -> RoundSituation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import builders
 import pytest
 from invariants import InvariantBroken, check_round
 
@@ -22,7 +23,15 @@ NOW = 100.0
 
 
 def ask(node: str, after: int = 0, seated: int = 0) -> JoinRequest:
-    return JoinRequest(node, f"{node}.example", 1000, after, f"host{node}", f"{node}/{after}", 2, 3, seated=seated)
+    return builders.ask(
+        node,
+        address=f"{node}.example",
+        port=1000,
+        after=after,
+        nonce=f"{node}/{after}",
+        seated=seated,
+        limits=(2, 3),
+    )
 
 
 def candidates(*asks: JoinRequest) -> list[RoundCandidate]:
@@ -31,7 +40,7 @@ def candidates(*asks: JoinRequest) -> list[RoundCandidate]:
 
 def a_round(nodes: str, *, ready: bool = True, recalled: str = "") -> Round:
     seats = tuple(Seat(node, node, f"host{node}") for node in nodes)
-    return Round(1, seats, "A.example", 1000, (), 2, 3, ready=ready, recalled=recalled)
+    return builders.round_(1, seats, address="A.example", port=1000, ready=ready, recalled=recalled, limits=(2, 3))
 
 
 def situation(members: Sequence[JoinRequest], previous: Round) -> RoundSituation:

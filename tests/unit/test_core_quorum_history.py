@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import builders
 import pytest
 
 from ftcoord.core.event_records import HistoryEvent, encode, read_history
 from ftcoord.core.quorum_history import REPEATED, LateEnds, quorum_events
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
+from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat
 
 TIMEOUT = 5.0
 
 
 def quorum(id_: int, *names: str, incarnation: int = 1) -> QuorumRecord:
     """The member of each is its name and a number."""
-    requests = [QuorumRequest(name, "", "", 0, 1, False, "", 0, ()) for name in names]
+    requests = [builders.request(name) for name in names]
     seats = tuple(QuorumSeat(f"{one.replica_id}{incarnation}", 1, one) for one in requests)
-    return QuorumRecord(id_, id_, seats, (), 0.0, "me")
+    return builders.quorum(id_, seats, by="me")
 
 
 def seated(id_: int, *members: str) -> QuorumRecord:
     """Each member's replica is called by its first letter."""
-    seats = tuple(QuorumSeat(one, 1, QuorumRequest(one[0], "", "", 0, 1, False, "", 0, ())) for one in members)
-    return QuorumRecord(id_, id_, seats, (), 0.0, "me")
+    seats = tuple(QuorumSeat(one, 1, builders.request(one[0])) for one in members)
+    return builders.quorum(id_, seats, by="me")
 
 
 def said(events: list[HistoryEvent]) -> list[tuple[str, int, str]]:

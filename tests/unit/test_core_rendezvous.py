@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import builders
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,6 @@ from ftcoord.core.rendezvous_records import (
     FINISHED,
     NO_ROUND,
     Away,
-    JoinRequest,
     Round,
     Seat,
 )
@@ -45,7 +45,14 @@ EXITED = WorkerFailure(7, exit_code=1, fate="exited with code 1")
 def asks(name: str, after: int = 0, seen: float = 0.0, **more: Any) -> RoundCandidate:
     """A member; `judge` has it want the limits of the test, if it is not said here what it wants."""
     node = name[0]
-    ask = JoinRequest(node, f"{node}.example", PORTS[node], after, f"host{node}", f"{name}/{after}", *NO_ROUND.limits)
+    ask = builders.ask(
+        node,
+        address=f"{node}.example",
+        port=PORTS[node],
+        after=after,
+        nonce=f"{name}/{after}",
+        limits=NO_ROUND.limits,
+    )
     return RoundCandidate(name, replace(ask, **more), seen)
 
 
@@ -56,7 +63,7 @@ def all_ask(names: str, after: int = 0, seen: float = 0.0) -> list[RoundCandidat
 def a_round(names: str, number: int = 1, **more: Any) -> Round:
     seats = tuple(Seat(name, name[0], f"host{name[0]}") for name in names.split())
     first = names[0]
-    return replace(Round(number, seats, f"{first}.example", PORTS[first], ready=True), **more)
+    return replace(builders.round_(number, seats, address=f"{first}.example", port=PORTS[first], ready=True), **more)
 
 
 def recalled(names: str, number: int = 1) -> Round:
@@ -942,10 +949,13 @@ def test_a_worker_that_failed_recalls_the_round_before_its_node_is_back() -> Non
 
 def test_who_failed_first_counts_and_not_who_asked_again_last() -> None:
     failure = WorkerFailure(7, exit_code=3, fate="exited with code 3")
-    again = JoinRequest("a", "a", 1, 1, "hosta", "n", 2, 3, failed=(failure,), failed_at=10)
-    victim = JoinRequest("b", "b", 1, 0, "hostb", "n", 2, 3, seated=1, failed=(failure,))
+    again = builders.ask("a", address="a", after=1, host="hosta", failed=(failure,), failed_at=10, limits=(2, 3))
+    victim = builders.ask("b", address="b", host="hostb", seated=1, failed=(failure,), limits=(2, 3))
     members = [RoundCandidate("a1", again, 0.0, 40), RoundCandidate("b1", victim, 0.0, 20)]
     ends = note_ends(
-        {}, Round(1, (Seat("a1", "a", "hosta"), Seat("b1", "b", "hostb")), "a", 1, ready=True), members, ()
+        {},
+        builders.round_(1, (Seat("a1", "a", "hosta"), Seat("b1", "b", "hostb")), address="a", port=1, ready=True),
+        members,
+        (),
     )
     assert {end.node: end.noted for end in ends.values()} == {"a": 10, "b": 20}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Final
 
+import builders
 import pytest
 
 from ftcoord.core.rendezvous_records import (
@@ -34,7 +35,14 @@ IN_TWOS: Final = RollSizes(inline=0, chunk=2)
 @cache
 def round_with(number: int, first: str, size: int = 3, away: int = 0) -> Round:
     seats = tuple(Seat(f"{first}{n}", f"node {first}{n}", "h") for n in range(size))
-    return Round(number, seats, "here", 1, tuple(Away(f"{first}away{n}", 1) for n in range(away)), 1, size)
+    return builders.round_(
+        number,
+        seats,
+        address="here",
+        port=1,
+        away=tuple(Away(f"{first}away{n}", 1) for n in range(away)),
+        limits=(1, size),
+    )
 
 
 # -- a roll as keys and bytes ---------------------------------------------------------------------------------------
@@ -63,8 +71,12 @@ def test_members_are_spread_over_all_chunks() -> None:
 def test_a_head_has_one_size_and_a_chunk_too() -> None:
     """etcd takes 1.5 MiB a request, and everybody is sent the head."""
     for size in (64, 10_000):
-        decided = Round(
-            2**31, tuple(Seat(f"{i:016x}", f"{i:032x}", f"{i:060d}") for i in range(size)), "f" * 39, 65535, (), 1, size
+        decided = builders.round_(
+            2**31,
+            tuple(Seat(f"{i:016x}", f"{i:032x}", f"{i:060d}") for i in range(size)),
+            address="f" * 39,
+            port=65535,
+            limits=(1, size),
         )
         chunks = RollSizes(32, 8).chunks_for(decided)
         assert len(encode(head_of(decided, roll_id(decided, chunks, "f" * 16), chunks, "f" * 16))) < 500

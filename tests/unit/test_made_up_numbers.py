@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import builders
 import pytest
 from virtual import MemoryEtcd
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import layout
 from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumSituation
-from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
 from ftcoord.core.quorum_records import encode as encode_quorum
-from ftcoord.core.rendezvous_records import JoinRequest, encode
+from ftcoord.core.rendezvous_records import encode
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions
 from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.core.verdict import Publish, Verdict, Wait
@@ -27,7 +27,9 @@ LIMITS = (1, 2)
 
 
 def asks(member: str, after: int = 0, **more: Any) -> RoundCandidate:
-    ask = JoinRequest(f"node {member}", f"{member}.example", 1, after, member, member, *LIMITS)
+    ask = builders.ask(
+        f"node {member}", address=f"{member}.example", after=after, host=member, nonce=member, limits=LIMITS
+    )
     return RoundCandidate(member, replace(ask, **more), 0.0)
 
 
@@ -38,7 +40,7 @@ PREFIX = "/p"
 
 
 def replica(name: str, asked: int = 1, after: int = 0, failures: int = 0) -> QuorumCandidate:
-    return QuorumCandidate(f"m{name}", QuorumRequest(name, "", "", 0, 1, False, "", failures, ()), asked, after, 0.0)
+    return QuorumCandidate(f"m{name}", builders.request(name, commit_failures=failures), asked, after, 0.0)
 
 
 TWO = QuorumSituation([replica("a"), replica("b")], None)
@@ -65,8 +67,8 @@ def round_number(rogue: int, known: int) -> Verdict[bytes]:
 
 
 def quorum_number(rogue: int, known: int) -> Verdict[bytes]:
-    records = {one.member: ReplicaRecord(one.request, one.asked, 0, 0, heard=known) for one in TWO.members}
-    records["c"] = ReplicaRecord(replace(TWO.members[0].request, replica_id="c"), 1, 0, 0, heard=rogue)
+    records = {one.member: builders.replica(one.request, asked=one.asked, heard=known) for one in TWO.members}
+    records["c"] = builders.replica(replace(TWO.members[0].request, replica_id="c"), asked=1, heard=rogue)
     members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
     seen = HighestSeen()
     seen.highest = Highest(known, known)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import builders
 import pytest
 
 from ftcoord.core import quorum_records, rendezvous_records
 from ftcoord.core.layout import member_id, member_key, quorum_prefix, run_prefix
-from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
-from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.etcd.api import KeyValue, MemberStatus
 from ftcoord.operator.findings import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
@@ -126,13 +125,13 @@ def kv(key: str, value: bytes, lease: int = 0) -> KeyValue:
 
 
 def node(lease: int, name: str, host: str) -> KeyValue:
-    ask = JoinRequest(name, "a", 1, 0, host, "", 1, 2)
+    ask = builders.ask(name, address="a", host=host, nonce="")
     return kv(member_key(RUN, member_id(lease)), rendezvous_records.encode(ask), lease)
 
 
 def replica(lease: int, name: str) -> KeyValue:
-    request = QuorumRequest(name, "a", "b", 0, 1, False, "", 0, ())
-    record = quorum_records.encode(ReplicaRecord(request, 0, 0, 0))
+    request = builders.request(name, address="a", store_address="b")
+    record = quorum_records.encode(builders.replica(request))
     return kv(member_key(QUORUM, member_id(lease)), record, lease)
 
 

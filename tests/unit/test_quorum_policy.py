@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeAlias
 
+import builders
 import pytest
 
 from ftcoord.coordination.address import Job
@@ -14,7 +15,7 @@ from ftcoord.coordination.use import QuorumUse, asking
 from ftcoord.core import layout
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_head import encode_quorum, parse_quorum
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord, encode
+from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, ReplicaRecord, encode
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
@@ -32,7 +33,7 @@ def view(**members: ReplicaRecord) -> View:
 
 
 def replica(name: str, asked: int, after: int = 0, heard: int = 0) -> ReplicaRecord:
-    return ReplicaRecord(QuorumRequest(name, "", "", 0, 1, False, "", 0, ()), asked, after, 0, "", heard)
+    return builders.replica(builders.request(name), asked=asked, after=after, profile="", heard=heard)
 
 
 def quorum_of(verdict: Verdict[bytes], roster: bytes | None = None) -> QuorumRecord:
@@ -60,7 +61,7 @@ def test_a_profile_is_left_out_only_after_an_answer_and_only_once() -> None:
     use = QuorumUse(Job("etcd", "", "job"), "a", lambda members: {})
     request = replica("a", 1).request
     seats = (QuorumSeat("a", 1, request),)
-    head, roster = encode_quorum(QuorumRecord(1, 1, seats, (), 0.0))
+    head, roster = encode_quorum(builders.quorum(1, seats))
     quorum = use.parse_with_roster(layout.decided_key(PREFIX), head, roster)
     first = use.stamp(asking(request))
     assert not first.profile, "nothing of this replica was ever answered, whatever others of its name were told"

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import NoReturn
 
+import builders
 import pytest
 from helpers import DEADLINE
 from hypothesis import given
@@ -55,7 +56,7 @@ def test_an_interrupt_is_its_owners_and_the_others_are_told_to_ask_again() -> No
 
 
 def quorum(number: int) -> QuorumRecord:
-    return QuorumRecord(number, number, (), (), 0.0)
+    return builders.quorum(number)
 
 
 class Decides:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import builders
 import pytest
 from virtual import MemoryEtcd
 from virtual.etcd import MemoryClient
@@ -22,8 +23,13 @@ from ftcoord.rendezvous.policy import RendezvousPolicy
 PREFIX = "/run"
 LEASE = 10.0
 NAMES = "ABCD"
-ROUND = Round(
-    3, tuple(Seat(member_id(1 + at), name, name) for at, name in enumerate(NAMES)), "a", 1, (), 1, 4, ready=True
+ROUND = builders.round_(
+    3,
+    tuple(Seat(member_id(1 + at), name, name) for at, name in enumerate(NAMES)),
+    address="a",
+    port=1,
+    ready=True,
+    limits=(1, 4),
 )
 
 
@@ -39,7 +45,7 @@ def policy(client: MemoryClient) -> RendezvousPolicy:
 
 
 def seated(name: str) -> JoinRequest:
-    return JoinRequest(name, name, 1, 2, name, "", 1, 4, seated=3)
+    return builders.ask(name, address=name, after=2, host=name, nonce="", seated=3, limits=(1, 4))
 
 
 def holding(name: str) -> JoinRequest:
