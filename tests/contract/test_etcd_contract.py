@@ -33,7 +33,7 @@ from ftcoord.etcd.api import (
     unchanged,
 )
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.reading import ATTEMPTS, SnapshotReader, read_snapshot
+from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 
 Client: TypeAlias = "EtcdClient | MemoryClient"
 KINDS = ["etcd", "memory"]
@@ -114,33 +114,6 @@ def test_a_snapshot_shows_what_there_was_at_its_first_read(client: Client, prefi
 
     assert read_snapshot(client.range, look) == [None, None, None]
     assert client.get(f"{prefix}/b").one is not None
-
-
-def test_a_snapshot_that_was_compacted_away_is_looked_at_anew(empty: Client, prefix: str) -> None:
-    looks: list[int] = []
-
-    def look(then: SnapshotReader) -> bytes:
-        then.range(Get(Span(f"{prefix}/a")))
-        looks.append(then.revision)
-        if len(looks) < ATTEMPTS:
-            empty.put(f"{prefix}/b", b"%d" % len(looks))
-            empty.compact(empty.put(f"{prefix}/a", b"").revision)
-        kv = then.range(Get(Span(f"{prefix}/b"))).one
-        return kv.value if kv else b""
-
-    assert read_snapshot(empty.range, look) == b"%d" % (ATTEMPTS - 1)
-    assert len(looks) == ATTEMPTS
-    assert looks == sorted(set(looks))
-
-
-def test_a_snapshot_is_given_up_when_etcd_compacts_each_time(empty: Client, prefix: str) -> None:
-    def look(then: SnapshotReader) -> None:
-        then.range(Get(Span(prefix)))
-        empty.compact(empty.put(f"{prefix}/a", b"").revision)
-        then.range(Get(Span(prefix)))
-
-    with pytest.raises(RequestRefused, match="compacted"):
-        read_snapshot(empty.range, look)
 
 
 def test_the_pages_of_a_snapshot_are_all_its_keys(client: Client, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,24 +372,6 @@ def test_reads_of_the_past(client: Client, prefix: str) -> None:
     assert client.txn((), (put, Get(everything, revision=second))).range(1).count == 2
     with pytest.raises(RequestRefused, match="future revision"):
         client.range(Get(everything, revision=client.get("/").revision + 1000))
-
-
-def test_what_was_compacted_cannot_be_read(empty: Client) -> None:
-    revisions = [empty.put("/key", str(number).encode()).revision for number in range(5)]
-    empty.compact(revisions[2])
-    assert [kv.value for kv in empty.range(Get(Span("/key"), revision=revisions[2])).kvs] == [b"2"]
-    assert [kv.value for kv in empty.range(Get(Span("/key"), revision=revisions[3])).kvs] == [b"3"]
-    for refused in (
-        lambda: empty.range(Get(Span("/key"), revision=revisions[1])),
-        lambda: empty.txn((), (Put("/key", b"no"), Get(Span("/key"), revision=revisions[1]))),
-        lambda: empty.compact(revisions[2]),
-        lambda: empty.compact(revisions[1]),
-    ):
-        with pytest.raises(RequestRefused, match="has been compacted"):
-            refused()
-    with pytest.raises(RequestRefused, match="future revision"):
-        empty.compact(revisions[-1] + 10)
-    assert empty.get("/key").kvs[0].value == b"4"
 
 
 # -- leases ---------------------------------------------------------------------------------------------------------

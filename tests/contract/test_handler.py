@@ -21,7 +21,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
-    RendezvousStateError,
     RendezvousTimeoutError,
 )
 
@@ -359,25 +358,6 @@ def test_workers_that_used_up_their_restarts_close_the_run(make_nodes: MakeNodes
 
 
 # -- errors and events ------------------------------------------------------------------------------------------------
-
-
-def test_a_corrupt_record_is_named_and_left_alone(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    run = make_nodes(1, 2, run_id="corrupt")
-    key = "/ftcoord/v1/corrupt/decided"
-    nodes = run.add(2)
-    join_all(nodes)
-    client.put(key, b"not ours")
-    for node in [*nodes, run.one()]:
-        assert not node.signalled()
-        with pytest.raises(RendezvousStateError, match=key):
-            node.join().result(DEADLINE)
-    with pytest.raises(RendezvousStateError, match=key):
-        run.one().handler.is_closed()
-    with pytest.raises(RendezvousStateError, match=key):
-        run.one().handler.set_closed()
-    kv = client.get(key).one
-    assert kv is not None
-    assert kv.value == b"not ours"
 
 
 @pytest.fixture

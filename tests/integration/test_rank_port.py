@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import gc
 import logging
 import os
-import select
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
 
+import builders
 import pytest
 from helpers import DEADLINE, eventually, in_fork, own_port
 from natives import TIMED_OUT, Natives
@@ -30,16 +26,13 @@ from ftcoord.coordination import (
     LighthouseClient,
     ManagerClient,
     ManagerServer,
-    managed_group,
     native_ranks,
     rank_connection,
     rank_port,
     tcp,
 )
-from ftcoord.coordination.failure import RANK_NOT_FOUND
 from ftcoord.coordination.manager_client import place_of
 from ftcoord.coordination.rank_frames import (
-    GREETING_SIZE,
     HELLO,
     LARGEST_MESSAGE,
     WELCOME,
@@ -51,12 +44,11 @@ from ftcoord.coordination.rank_frames import (
     frame,
     greeting,
 )
-from ftcoord.coordination.rank_group import NoSuchRank, RankGroup
+from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.rank_port import HTTP2
-from ftcoord.coordination.ranks import MOST_CALLS, RankRequest, VoteCounter
+from ftcoord.coordination.ranks import MOST_CALLS
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.manager_address import parted
-from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.embedded.server import EtcdServer
 
 LONG = timedelta(seconds=DEADLINE)
@@ -151,26 +143,6 @@ def test_a_port_in_use_is_refused(server: ManagerServer, job: str) -> None:
         manager(job, f"[::]:{port_of(server)}")
 
 
-def test_a_manager_is_not_made_and_a_thread_of_it_has_failed(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread must not wait for the constructor, while that waits for the thread's end."""
-
-    class Failing:
-        def __init__(self, *watched: Any) -> None:
-            self._thread = threading.Thread(target=watched[-1], args=(MemoryError("made by the test"),), daemon=True)
-            self._thread.start()
-
-        def close(self) -> None:
-            self._thread.join()
-
-    def fail(*_: object) -> NoReturn:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(managed_group, "watch_kills", Failing)
-    monkeypatch.setattr(managed_group, "RankPort", fail)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        spawn(partial(manager, job)).result(DEADLINE)
-
-
 def test_a_manager_that_was_not_made_listens_nowhere(etcd: EtcdServer) -> None:
     port = own_port()
     before = set(threading.enumerate())
@@ -201,12 +173,6 @@ def test_ranks_reach_it_by_either_protocol(
         Far(one, monkeypatch).vote()
     finally:
         one.shutdown()
-
-
-@pytest.mark.parametrize("address", ["nonsense", "http://localhost", "http://localhost:x", "http://", "http://..:1"])
-def test_what_is_no_address_is_refused_at_once(address: str) -> None:
-    with pytest.raises(RuntimeError, match=r"failed to connect to .* within timeout of"):
-        ManagerClient(address, LONG)
 
 
 # -- who is served ----------------------------------------------------------------------------------------------------
@@ -243,25 +209,6 @@ def test_torchfts_own_classes_are_served_only_if_the_address_says_so(
         server.shutdown()
 
 
-def test_strangers_do_not_fill_the_log(job: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    server = manager(job)
-    try:
-        for said in 3 * [greeting(""), b"GET / HTTP/1.0"]:
-            with socket.create_connection(("127.0.0.1", port_of(server)), DEADLINE) as stranger:
-                stranger.sendall(said)
-                with contextlib.suppress(ConnectionResetError):
-                    while stranger.recv(100):
-                        pass
-        closed = [record.getMessage() for record in caplog.records if "a connection was closed" in record.getMessage()]
-        assert [line.partition(": ")[2] for line in closed] == [
-            "it did not show this manager's token",
-            "its protocol is neither torchft's nor ftcoord's",
-        ]
-    finally:
-        server.shutdown()
-
-
 def test_a_token_is_shown_to_nobody(
     job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -286,7 +233,7 @@ def test_a_token_is_shown_to_nobody(
     # The others ask no more, but their records are read.
     with contextlib.closing(LighthouseClient(job, LONG)) as lighthouse, pytest.raises(TimeoutError):
         lighthouse.quorum("c", SHORT)
-    record = QuorumRequest("a", servers[0].address(), "s", 0, 2, False, "", 0, ())
+    record = builders.request("a", address=servers[0].address(), store_address="s", world_size=2)
     for server in servers:
         server.shutdown()
     with pytest.raises(RuntimeError) as gone:
@@ -329,32 +276,6 @@ def test_garbage_closes_its_connection_and_no_other(far: Far, said: bytes) -> No
     far.vote()
 
 
-def test_silent_and_frozen_peers_cost_the_others_nothing(far: Far) -> None:
-    """One says nothing, one half of a call, and one reads no answers."""
-    with ExitStack() as stack:
-        peers = [stack.enter_context(socket.create_connection(far.at, DEADLINE)) for _ in range(3)]
-        peers[1].sendall(greeting(far.token) + frame(encode_call(TimedVote(1, 0, True, 60.0)))[:-1])
-        peers[2].sendall(greeting(far.token))
-        assert peers[2].recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
-        far.vote()
-        assert not far.voted()
-
-
-def test_answers_that_nobody_reads_do_not_pile_up(far: Far) -> None:
-    far.says("x" * 3_000_000)
-    with socket.socket() as peer:
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        peer.settimeout(DEADLINE)
-        peer.connect(far.at)
-        peer.sendall(greeting(far.token) + 20 * frame(encode_call(MetadataQuery(0))))
-        received = 0
-        with contextlib.suppress(ConnectionResetError):
-            while part := peer.recv(1 << 20):
-                received += len(part)
-                assert received < 10 * 3_000_000, "it is answered on and on"
-    far.vote()
-
-
 @pytest.fixture
 def small(job: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     """Of two ranks, at a port that takes 4 connections of each kind, and 1 MiB of calls that are not complete."""
@@ -375,16 +296,6 @@ def is_closed(peer: socket.socket) -> bool:
     return True
 
 
-def test_connections_that_say_nothing_do_not_take_all_descriptors(small: Far) -> None:
-    """The oldest are closed, long before their time is over."""
-    with ExitStack() as stack:
-        peers = [stack.enter_context(socket.create_connection(small.at, DEADLINE)) for _ in range(10)]
-        assert all(is_closed(peer) for peer in peers[:6])
-        peers[9].sendall(greeting(small.token))
-        assert peers[9].recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
-        small.vote()
-
-
 def test_greeted_connections_do_not_take_all_descriptors(small: Far) -> None:
     """Of those that make no call, the one that made none for longest goes; those that wait stay."""
     with ExitStack() as stack:
@@ -398,21 +309,6 @@ def test_greeted_connections_do_not_take_all_descriptors(small: Far) -> None:
         assert [peer.recv(len(answer), socket.MSG_WAITALL) for peer in (waits, idle[3])] == [answer] * 2
 
 
-def test_native_connections_do_not_take_all_descriptors(small: Far) -> None:
-    with ExitStack() as stack:
-        peers = [stack.enter_context(socket.create_connection(small.at, DEADLINE)) for _ in range(10)]
-        for peer in peers:
-            peer.sendall(HTTP2 + b"\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # and its settings
-        open_, deadline = set(peers), 6
-        while len(open_) > len(peers) - deadline:
-            for peer in select.select(list(open_), [], [], DEADLINE)[0]:
-                with contextlib.suppress(ConnectionResetError):
-                    if peer.recv(4096):
-                        continue
-                open_.discard(peer)
-        small.vote()
-
-
 def test_calls_that_never_end_do_not_take_all_memory(small: Far) -> None:
     """All together have one budget; the one that began first goes."""
     half = struct.pack(">I", LARGEST_MESSAGE) + bytes(600_000)
@@ -424,80 +320,10 @@ def test_calls_that_never_end_do_not_take_all_memory(small: Far) -> None:
         small.vote()
 
 
-def test_a_call_that_takes_too_long_to_arrive_closes_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_port, "FRAME_TIMEOUT", 0.2)
-    group = RankGroup("a", 2, lambda asks, last: pytest.fail("nobody asks"), allow_kill=False)
-    listener = rank_port.listen("127.0.0.1:0")
-    at, token, call = listener.getsockname(), "0" * 32, frame(encode_call(MetadataQuery(0)))
-    with ExitStack() as stack:
-        stack.callback(rank_port.RankPort(listener, group, token, False, pytest.fail).close)
-        peer = stack.enter_context(socket.create_connection(at, DEADLINE))
-        for said, answer in ((greeting(token), WELCOME), (call, frame(encode_answer(RANK_NOT_FOUND)))):
-            peer.sendall(said)
-            assert peer.recv(len(answer), socket.MSG_WAITALL) == answer
-        peer.sendall(call[:-1])
-        assert is_closed(peer)
-
-
-def test_a_process_without_descriptors_says_so_once(
-    server: ManagerServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not a hundred times a second, nor with a traceback; who comes meanwhile is served when there are some again."""
-    accept, refused, full = socket.socket.accept, threading.Event(), True
-
-    def accept_if_there_is_room(listener: socket.socket) -> Any:
-        if full:
-            refused.set()
-            raise OSError(errno.EMFILE, "Too many open files")
-        return accept(listener)
-
-    monkeypatch.setattr(socket.socket, "accept", accept_if_there_is_room)
-    with socket.create_connection(("localhost", port_of(server)), DEADLINE) as peer:
-        assert refused.wait(DEADLINE)
-        full = False
-        peer.sendall(greeting(parted(server.address())[1]))
-        assert peer.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
-    (said,) = [record for record in caplog.records if "out of system resource" in record.message]
-    assert not said.exc_info
-
-
 def test_a_call_that_is_too_long_is_refused_before_it_is_sent(far: Far) -> None:
     with pytest.raises(RuntimeError, match="status: OutOfRange"):
         far.client._quorum(0, 0, "x" * LARGEST_MESSAGE, False, True, 0, LONG)
     far.vote()
-
-
-def test_a_connection_that_died_while_nobody_used_it_is_replaced(job: str, far: Far, server: ManagerServer) -> None:
-    far.vote()
-    port = port_of(server)
-    server.shutdown()
-    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*tcp connect error"):
-        far.client.should_commit(0, 1, True, LONG)
-    after = manager(job, f"[::]:{port}")
-    try:
-        with pytest.raises(RuntimeError, match="requires another token"):  # a rank of the manager before
-            far.client.should_commit(0, 1, True, LONG)
-        far.client = ManagerClient(after.address(), LONG)
-        for step in range(2):
-            far.vote(step)
-    finally:
-        after.shutdown()
-
-
-def test_a_manager_that_dies_while_it_greets_a_rank_fails_the_call_at_once() -> None:
-    """It may be one of torchft's that refuses the greeting; but then it would still be there."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as late:
-        made = spawn(partial(ManagerClient, f"http://127.0.0.1:{listener.getsockname()[1]}", LONG))
-        with listener.accept()[0] as first:
-            assert first.recv(GREETING_SIZE, socket.MSG_WAITALL).startswith(HELLO)
-            first.sendall(WELCOME)
-            client = made.result(DEADLINE)
-        vote = spawn(partial(client.should_commit, 0, 0, True, LONG))
-        second = late.enter_context(listener.accept()[0])
-        assert second.recv(GREETING_SIZE, socket.MSG_WAITALL).startswith(HELLO)
-        listener.close()
-    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*tcp connect error"):
-        vote.result(DEADLINE)
 
 
 @pytest.mark.parametrize("rank", [2, 7])
@@ -516,40 +342,6 @@ def test_a_rank_that_the_group_does_not_have_is_refused_and_counts_for_nobody(
         client._checkpoint_metadata(rank, LONG)
     assert client._quorum(1, 0, "weights", False, True, 0, LONG).replica_ids == ["a"]
     assert first.result(DEADLINE).replica_ids == ["a"]
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_group_takes_no_call_of_a_rank_that_it_does_not_have(rank: int) -> None:
-    group = RankGroup("a", 2, lambda asks, last: pytest.fail("not all ranks are there"), allow_kill=False)
-    request = RankRequest(0, 0, "weights", False, 0, 60.0, "")
-    group.quorum(request)
-    with pytest.raises(NoSuchRank, match=f"no rank {rank}: this group has ranks 0 to 1"):
-        group.quorum(replace(request, rank=rank))
-    with pytest.raises(NoSuchRank):
-        group.vote(rank, 0, yes=True)
-    assert group.metadata(rank).outcome.result(0) is None
-
-
-def test_a_call_whose_rank_has_gone_before_it_is_read_is_not_made(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a manager that was stopped meanwhile."""
-    gone, made = threading.Event(), list[int]()
-    cast = VoteCounter.cast
-
-    def has_hung_up(connection: int) -> bool:
-        assert gone.wait(DEADLINE)
-        return tcp.has_hung_up(connection)
-
-    def note(counter: VoteCounter, rank: int, *vote: Any) -> Any:
-        made.append(rank)
-        return cast(counter, rank, *vote)
-
-    monkeypatch.setattr(rank_connection, "has_hung_up", has_hung_up)
-    monkeypatch.setattr(VoteCounter, "cast", note)
-    with far.greeted() as rank:
-        rank.sendall(frame(encode_call(TimedVote(1, 0, True, 60.0))))
-    gone.set()
-    far.vote()
-    assert sorted(made) == [0, 1]
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["the older connection", "the newer connection"])
@@ -600,28 +392,6 @@ def test_an_interrupted_rank_takes_its_vote_back(far: Far, monkeypatch: pytest.M
         with pytest.raises(Interrupt):
             far.client.should_commit(0, 0, True, LONG)
     eventually(lambda: not far.voted(), "the vote is taken back")
-
-
-def test_a_connection_that_tcp_gives_up_is_no_time_out(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the manager's host has lost its power: Python raises TimeoutError for both."""
-
-    def give_up(*_: object) -> None:
-        raise OSError(errno.ETIMEDOUT, "Connection timed out")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("ftcoord.coordination.rank_sockets.RankSocket._receive", give_up)
-        with pytest.raises(RuntimeError, match=r'status: Unknown, message: "transport error"'):
-            far.client.should_commit(0, 0, True, LONG)
-    eventually(lambda: not far.voted(), "the connection is closed")
-    with pytest.raises(TimeoutError):
-        far.client.should_commit(0, 0, True, SHORT)
-
-
-def test_a_client_that_nobody_holds_has_closed_its_connections(far: Far) -> None:
-    far.vote()
-    before = len(fork._hidden)
-    del far.client
-    eventually(lambda: gc.collect() >= 0 and len(fork._hidden) <= before - 2 * 2, "both ends of both are closed")
 
 
 def test_either_end_notices_a_host_that_lost_its_power(far: Far) -> None:
@@ -696,32 +466,6 @@ def test_a_native_rank_that_is_killed_while_it_waits_does_not_count(natives: Nat
         far.client.should_commit(0, 0, True, SHORT)
 
 
-def test_native_calls_do_not_take_all_threads(natives: Natives, small: Far) -> None:
-    """What waits beyond a number is refused, until there is room again."""
-    far = small
-    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
-    waiting = [natives.do("commit", name="a", rank=0, step=0) for _ in range(4)]
-    eventually(lambda: far.voted() == 4, "they wait")
-    assert "ResourceExhausted" in refusal(natives, far.address)
-    assert far.client.should_commit(1, 0, True, LONG)
-    assert [one.result(DEADLINE) for one in waiting] == [True] * 4
-    eventually(lambda: "rank not found" in refusal(natives, far.address), "there is room again")
-
-
-def refusal(natives: Natives, address: str) -> str:
-    """Of a native call that cannot be answered."""
-    with pytest.raises(RuntimeError) as caught:
-        natives.do("metadata", address=address, rank=0).result(DEADLINE)
-    return str(caught.value)
-
-
-def test_native_ranks_receive_long_answers(natives: Natives, far: Far) -> None:
-    """Longer than what the joined connections hold for a slow reader."""
-    long = "x" * 3_000_000
-    far.says(long)
-    assert natives.do("metadata", address=far.address, rank=0).result(DEADLINE) == long
-
-
 def test_a_shut_down_manager_ends_calls_of_native_ranks(natives: Natives, far: Far, server: ManagerServer) -> None:
     natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
     waiting = natives.do("commit", name="a", rank=1, step=0)
@@ -729,13 +473,6 @@ def test_a_shut_down_manager_ends_calls_of_native_ranks(natives: Natives, far: F
     server.shutdown()
     with pytest.raises(RuntimeError, match="status: "):
         waiting.result(DEADLINE)
-
-
-def test_a_native_rank_that_the_group_does_not_have_is_refused(natives: Natives, far: Far) -> None:
-    natives.do("connect", name="a", address=far.address, ranks=3).result(DEADLINE)
-    for call in ("quorum", "commit"):
-        with pytest.raises(RuntimeError, match=r"InvalidArgument.*no rank 2: this group has ranks 0 to 1"):
-            natives.do(call, name="a", rank=2, step=0).result(DEADLINE)
 
 
 def test_drop_in_ranks_of_a_native_manager(natives: Natives, job: str) -> None:

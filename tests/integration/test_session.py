@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
 import signal
 import threading
 import time
-import weakref
 
 import pytest
-from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, eventually, freeze, in_fork, python
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError, LeaseLost, ThreadNotStarted
+from ftcoord.errors import EtcdUnavailable, ForkedProcessError, LeaseLost, ThreadNotStarted
 from ftcoord.etcd.api import Lease
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.renewal import KeptLease, Renewer
@@ -79,33 +76,6 @@ def test_close_revokes_at_once_and_says_no_more(client: EtcdClient, prefix: str)
     assert session.state is LOST
     session.close()
     assert told.is_quiet()
-
-
-def test_close_says_when_etcd_is_not_there(fragile: EtcdServer) -> None:
-    with fragile.get_client() as client:
-        session = Session(client, 60)
-        fragile.kill()
-        with pytest.raises(EtcdUnavailable):
-            session.close(timeout=0.3)
-        session.close()
-
-
-def test_an_orphan_lives_until_its_ttl_is_over(client: EtcdClient, prefix: str) -> None:
-    session = Session(client, TTL)
-    client.put(prefix, b"", session.lease_id)
-    session.orphan()
-    session.orphan()
-    assert client.get(prefix).one is not None
-    eventually(lambda: client.get(prefix).one is None, what="the expiry")
-    assert session.state is not CONNECTED
-    session.close()
-
-
-def test_no_session_without_etcd(fragile: EtcdServer) -> None:
-    fragile.kill()
-    config = EtcdConfig.load(fragile.get_endpoint(), request_timeout=0.5, env={})
-    with EtcdClient(config) as client, pytest.raises(EtcdUnavailable):
-        Session(client, TTL)
 
 
 def test_no_session_without_a_thread(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,20 +142,6 @@ def test_lost_when_the_lease_was_revoked_behind_its_back(client: EtcdClient, pre
         assert told.is_quiet()
 
 
-def test_a_member_that_fails_costs_no_session(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
-    """No member is stopped for longer than the lease has left: a leader before 3.5.13 would then revoke it."""
-    told = Told()
-    with Session(cluster_client, 12, told) as session:
-        cluster_client.put("/key", b"", session.lease_id)
-        cluster.pause(0)
-        wait_a_while(6)
-        cluster.resume(0)
-        cluster.kill(1)
-        wait_a_while(8)
-        assert cluster_client.get("/key", timeout=DEADLINE).one is not None
-        assert session.state is not LOST
-
-
 class Hanging:
     """An etcd that never answers a renewal."""
 
@@ -220,37 +176,6 @@ def test_many_that_hang_cost_the_others_no_lease() -> None:
     eventually(lambda: keeper_threads() == 0, what="the end of the thread")
 
 
-def test_one_thread_keeps_many_sessions_and_ends_with_the_last(client: EtcdClient) -> None:
-    sessions = [Session(client, 60) for _ in range(20)]
-    assert keeper_threads() == 1
-    for session in sessions[1:]:
-        session.close()
-    assert keeper_threads() == 1
-    sessions[0].close()
-    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
-    with Session(client, 60):
-        assert keeper_threads() == 1
-
-
-def test_sessions_are_independent(client: EtcdClient, fragile: EtcdServer) -> None:
-    """One whose etcd hangs does not cost the other its lease, nor does one that is lost."""
-    told, others_told = Told(), Told()
-    with fragile.get_client() as other_client:
-        lost = Session(client, TTL)
-        stuck = [Session(other_client, ttl, others_told) for ttl in (6, 3600)]
-        with Session(client, LONGER, told) as session:
-            client.revoke(lost.lease_id)
-            fragile.pause()
-            assert others_told.next() is SUSPENDED
-            wait_a_while(LONGER + 2)
-            assert client.renew(session.lease_id) == LONGER
-            fragile.resume()
-        for one in stuck:
-            one.close()
-        while not told.is_quiet():
-            assert told.next() is not LOST
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_listener_that_raises_ends_its_own_session_only(client: EtcdClient) -> None:
     def broken(state: SessionState) -> None:
@@ -261,68 +186,6 @@ def test_a_listener_that_raises_ends_its_own_session_only(client: EtcdClient) ->
         eventually(lambda: first.state is LOST, what="the loss")
         wait_a_while(LONGER + 2)
         assert client.renew(second.lease_id) == LONGER
-
-
-def test_closing_the_client_does_not_end_the_keep_alive_thread(client: EtcdClient, etcd: EtcdServer) -> None:
-    clients = [etcd.get_client() for _ in range(5)]
-    orphans = [Session(one, TTL) for one in clients]
-    with Session(client, LONGER) as session:
-        for one in clients:
-            wait_a_while(0.2)
-            one.close()
-        wait_a_while(LONGER + 2)
-        assert client.renew(session.lease_id) == LONGER
-    for orphan in orphans:
-        orphan.orphan()
-
-
-def test_a_stopped_lease_is_never_renewed_again(client: EtcdClient) -> None:
-    """Also where a renewal is under way when its owner stops it."""
-    under_way, go_on = threading.Event(), threading.Event()
-    renewals = []
-
-    class Slow:
-        def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-            renewals.append(lease_id)
-            under_way.set()
-            assert go_on.wait(DEADLINE)
-            return 1
-
-    kept = KeptLease(Slow(), Lease(1, 1), time.monotonic())  # type: ignore[arg-type]
-    assert under_way.wait(DEADLINE)
-    kept.stop()
-    go_on.set()
-    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
-    assert renewals == [1]
-
-
-def test_a_lease_that_rests_is_renewed_when_it_is_wanted_again() -> None:
-    etcd = Answering(600)
-    kept = KeptLease(etcd, Lease(1, 6), time.monotonic(), renewer=Renewer())
-    kept.rest()
-    eventually(lambda: keeper_threads() == 0, what="the time of a renewal")
-    assert etcd.answers.empty()
-    kept.resume()
-    assert etcd.answers.get(timeout=DEADLINE) == 600
-    kept.stop()
-
-
-def test_a_short_rest_costs_no_renewal_and_a_long_one_a_single_one() -> None:
-    etcd, renewer, now = Answering(600), Renewer(), time.monotonic()
-    fresh = KeptLease(etcd, Lease(1, 600), now, renewer=renewer)
-    for _ in range(100):
-        fresh.rest()
-        fresh.resume()
-    assert etcd.answers.empty()
-    stale = KeptLease(etcd, Lease(2, 600), now - 100, renewer=renewer)
-    for _ in range(100):
-        stale.rest()
-        stale.resume()
-    assert etcd.answers.get(timeout=DEADLINE) == 600
-    fresh.stop()
-    stale.stop()
-    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
-    assert etcd.answers.empty()
 
 
 class Noting:
@@ -354,19 +217,6 @@ def test_a_thousand_leases_are_renewed_in_turn_but_for_those_that_were_stopped()
     finally:
         for lease in (*kept, resting):
             lease.stop()
-    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
-
-
-def test_the_owner_of_a_stopped_lease_is_forgotten_though_others_are_kept() -> None:
-    renewer, told = Renewer(), Told()
-    other = KeptLease(Noting(), Lease(1, 600), time.monotonic(), renewer=renewer)
-    stopped = KeptLease(Noting(), Lease(2, 3600), time.monotonic(), told, renewer=renewer)
-    known = weakref.ref(told)
-    stopped.stop()
-    del stopped, told
-    gc.collect()
-    assert known() is None
-    other.stop()
     eventually(lambda: keeper_threads() == 0, what="the end of the thread")
 
 
@@ -419,22 +269,3 @@ def test_a_process_that_was_stopped_knows_better_at_once(etcd: EtcdServer, clien
             return process.stdout.readline() == "lost\n"
 
         eventually(lost, what="the loss")
-
-
-def test_renewals_ask_for_no_more_time_than_the_shortest_lease_can_spare(client: EtcdClient) -> None:
-    timeouts: dict[int, list[float]] = {1: [], 2: []}
-
-    class Etcd:
-        def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-            assert timeout is not None
-            timeouts[lease_id].append(timeout)
-            raise EtcdError("no")
-
-    renewer = Renewer()
-    short = KeptLease(Etcd(), Lease(2, 3), time.monotonic(), renewer=renewer)  # type: ignore[arg-type]
-    long = KeptLease(Etcd(), Lease(1, 3600), time.monotonic() - 3600, renewer=renewer)  # type: ignore[arg-type]
-    eventually(lambda: len(timeouts[1]) > 2 and len(timeouts[2]) > 2, what="renewals")
-    long.stop()
-    short.stop()
-    assert max(timeouts[1]) <= 1.01
-    assert max(timeouts[2]) <= 1.01

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import warm
 from etcd_cluster import EtcdCluster
-from helpers import eventually, in_fork, python
+from helpers import eventually, python
 from rdzv_nodes import MakeNodes
 from timed import EtcdTimers, ServerProcess, Worker, workers
 from torch.distributed.elastic.timer import TimerRequest
@@ -25,7 +25,7 @@ import ftcoord
 from ftcoord.core.layout import KEY_PREFIX, run_prefix, timers_key, timers_span
 from ftcoord.core.timers import HeldTimers, TimerInfo, encode, parse_timers
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import ClientClosed, ConfigError
+from ftcoord.errors import ConfigError
 from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.orphans import MARK
@@ -272,21 +272,6 @@ def test_two_servers_kill_no_more_than_one(etcd: EtcdServer, prefix: str) -> Non
         assert good.runs()
 
 
-def test_reaping_that_fails_is_tried_again(etcd: EtcdServer, prefix: str) -> None:
-    calls: list[TimerInfo] = []
-
-    def reap(info: TimerInfo) -> bool | None:
-        """None: it was dealt with."""
-        calls.append(info)
-        return None if len(calls) == 3 else False
-
-    with serving(prefix, etcd.get_endpoint(), reap) as server, Worker(EtcdTimers(prefix, etcd.get_endpoint())) as one:
-        one.do("acquire", 0.2, "scope")
-        eventually(lambda: len(calls) == 3, "three tries")
-        server.knows(0)
-        assert {(info.pid, info.scope) for info in calls} == {(one.pid, "scope")}
-
-
 @pytest.mark.parametrize("left", [-1, 1e9], ids=["expired", "hardly ever expires"])
 def test_timers_of_torchs_local_client_are_refused_with_words(etcd: EtcdServer, prefix: str, left: float) -> None:
     """Their workers are plain integers. Of a batch that has one, nothing stays behind."""
@@ -345,29 +330,7 @@ def test_a_leader_that_dies(cluster: EtcdCluster) -> None:
         assert busy.runs()
 
 
-def test_a_lease_that_is_lost_is_replaced(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
-    with contextlib.closing(EtcdTimerClient(prefix, etcd.get_endpoint(), timeout=60)) as timers:
-        timers.acquire("scope", time.time() + LONG)
-        timers.acquire("released", time.time() + LONG)
-        timers.release("released")
-        eventually(lambda: len(ftcoord.timer.active(prefix, client)) == 1, "the release")
-        (before,) = records(client, prefix)
-        client.revoke(before.lease)
-        (now,) = eventually(lambda: [kv for kv in records(client, prefix) if kv.lease != before.lease], "another lease")
-        assert now.value == before.value
-    assert records(client, prefix) == []
-
-
 # -- workers ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_host_that_vanishes_leaves_nothing(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
-    with serving(prefix, etcd.get_endpoint()) as server:
-        with Worker(EtcdTimers(prefix, etcd.get_endpoint(), ttl=2)) as worker:
-            worker.do("acquire", LONG, "scope")
-            server.knows(1)
-        eventually(lambda: records(client, prefix) == [], "the end of the lease")
-        server.knows(0)
 
 
 def test_a_write_each_at_the_most(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
@@ -380,21 +343,6 @@ def test_a_write_each_at_the_most(client: EtcdClient, etcd: EtcdServer, prefix: 
         eventually(lambda: ftcoord.timer.active(prefix, client) == [], "the releases")
         (kv,) = records(client, prefix)
         assert 20 <= kv.version <= 40
-
-
-def test_what_a_client_is_not_for(etcd: EtcdServer, prefix: str) -> None:
-    timers = EtcdTimerClient(prefix, etcd.get_endpoint(), timeout=60)
-    timers.acquire("scope", time.time() + LONG)
-    assert in_fork(lambda: timers.acquire("scope", time.time() + LONG)) == "ForkedProcessError"
-    assert in_fork(lambda: timers.release("scope")) == "ForkedProcessError"
-    assert in_fork(timers.close) == "None"
-    (info,) = ftcoord.timer.active(prefix, etcd.get_endpoint())
-    assert info.pid == os.getpid()
-    timers.close()
-    timers.close()
-    timers.release("scope")
-    with pytest.raises(ClientClosed, match="make new ones"):
-        timers.acquire("scope", time.time() + LONG)
 
 
 # -- the fleet --------------------------------------------------------------------------------------------------------

@@ -78,12 +78,6 @@ def command(pid: int) -> str:
     return ""
 
 
-def kill(pidfd: int) -> None:
-    with suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    os.close(pidfd)
-
-
 def kill_agent(job: Job) -> None:
     """With -9, alone: it leaves its worker behind."""
     job.agents["a"].signal(signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import builders
 import pytest
 from virtual import MemoryClient
 from worlds import World, simulated
@@ -12,7 +13,6 @@ from ftcoord import concurrency
 from ftcoord.core import history, rendezvous_records
 from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import event_key, member_id, member_key, run_prefix
-from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.dashboard import board as boards
 from ftcoord.dashboard.board import LEASE_AGE, LEASE_TIMEOUT, Board, LeaseBook, Shown, TooManyViewers, Viewing
 from ftcoord.errors import ClientClosed, EtcdUnavailable
@@ -26,7 +26,7 @@ PATIENCE = 60.0
 
 def join(client: MemoryClient, host: str, job: str = "job") -> int:
     lease = client.grant(600).id
-    ask = JoinRequest(host, "10.0.0.1", 5, 0, host, "n", 2, 4)
+    ask = builders.ask(host, port=5, host=host, limits=(2, 4))
     client.put(member_key(run_prefix("/f", job), member_id(lease)), rendezvous_records.encode(ask), lease)
     return lease
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import product
 from typing import Any, Final
 
 import pytest
-from members import Door
+from doors import Door
 from test_asks_in_memory import PAIR, ask, in_background, replica_of
 from test_participants_in_memory import LEASE_TTL, end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
-from virtual import DELIVERED, Call, Fate, MemoryClient, MemoryEtcd
+from virtual import MemoryClient, MemoryEtcd
 from worlds import World, long_simulated, play, simulated
 
 from ftcoord import concurrency
@@ -30,7 +28,6 @@ from ftcoord.core.layout import (
     decided_key,
     events_span,
     member_id,
-    member_key,
     members_span,
 )
 from ftcoord.core.rendezvous_records import (
@@ -40,7 +37,6 @@ from ftcoord.core.rendezvous_records import (
     RoundHead,
     WorkerFailure,
     parse_decided,
-    parse_join_request,
 )
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import EtcdAuthError, EtcdError, RequestRefused
@@ -56,7 +52,6 @@ from ftcoord.rendezvous.run_record import RunRecord
 
 DECISIONS: Final = {"round", "started", "recalled", "closed"}
 OUT_OF_MEMORY: Final = WorkerFailure(7, 1, 0, -1, 9, "was killed by signal 9 (SIGKILL)")
-EXITED: Final = WorkerFailure(9, 1, 0, 3, 0, "exited with code 3")
 RESET: Final = WorkerFailure(8, 0, 0, 1, 0, "exited with code 1", "RuntimeError: Connection reset by peer")
 
 
@@ -164,40 +159,6 @@ def test_why_a_round_ended_is_told_to_all_that_go_on(world: World) -> None:
     end(world, [peer, other])
 
 
-@simulated
-def test_a_worker_s_failure_is_no_failure_of_the_next_round(world: World) -> None:
-    group = agents(world, 2, (2, 2))
-    first = work_together(world, group)[0].number
-    fail(group[0], OUT_OF_MEMORY)
-    group[0].worker_fails.set()
-    second = work_together(world, group, after=first)[0].number
-    world.sleep(60)
-    assert [agent.rounds[-1].number for agent in group] == [second, second], "it was recalled for what was before"
-    failed = [one.event.number for one in history(world) if one.event.is_end]
-    assert failed == [first]
-    end(world, group)
-
-
-@simulated
-def test_a_node_that_asks_again_says_since_when_it_is_known_that_its_worker_failed(world: World) -> None:
-    """A decider that takes over compares that with what its victims said."""
-    group = agents(world, 2, (1, 2))
-    first = work_together(world, group)[0].number
-    fail(group[0], EXITED)
-    group[0].worker_fails.set()
-    work_together(world, group, after=first)
-    said = []
-    for event in world.events(member_key(PREFIX, member_id(group[0].lease()))):
-        if event.kind == "put":
-            ask = parse_join_request(event.kv.key, event.kv.value)
-            if ask.failed:
-                said.append((ask.failed_at, event.kv.mod_revision))
-    assert said[0][0] == 0
-    assert [at for at, _ in said[1:]] == [said[0][1]] * (len(said) - 1)
-    assert len(said) > 1
-    end(world, group)
-
-
 def give_up(agent: Agent, failure: WorkerFailure) -> str:
     """Its agent has used up its restarts: it closes the run, and leaves. What all others are told."""
     assert agent.node is not None
@@ -235,29 +196,6 @@ def test_a_run_that_ends_since_an_unknown_peer_was_lost_says_so_and_who_it_may_b
     likely = "node0 had reported nothing when node2 left, the last that looked: it is likely that this one was lost."
     assert found.happened.endswith(likely)
     assert found.do.startswith("See which host of that round")
-
-
-@simulated
-def test_a_run_is_closed_in_time_though_nobody_can_tell_how_its_parts_ended(world: World) -> None:
-    """What is read for a text, and what is written into the history, leaves half of the time to the record."""
-    group = agents(world, 2, (2, 2))
-    work_together(world, group)
-    agent = group[0]
-    texts = events_span(PREFIX), members_span(PREFIX)
-
-    def slow(call: Call) -> Fate:
-        hangs = isinstance(call.asked, Get) and call.asked.span in texts
-        return Fate(arrives=math.inf) if hangs else Fate(answers=0.2 * agent.settings.close_timeout)
-
-    agent.client.fate = slow
-    assert agent.node is not None
-    run = RunRecord(agent.client, agent.settings)
-    run.close("it failed", FAILED, agent.node.speaker, EXITED, agent.name)
-    agent.client.fate = lambda _call: DELIVERED
-    record = run.read()
-    assert record is not None
-    assert record.closed.startswith("it failed; first cause: ")
-    end(world, group)
 
 
 @simulated
@@ -322,25 +260,6 @@ def test_a_decider_that_is_lost_with_its_host_is_in_the_history(world: World) ->
     end(world, others)
 
 
-@simulated
-def test_the_last_word_of_a_decider_that_leaves_a_recalled_round_is_read(world: World) -> None:
-    """It has recalled that itself for what followed, and no decision comes that would tell of it."""
-    group = agents(world, 3, (1, 3))
-    for agent in group:
-        agent.looks_every = 3
-    first = work_together(world, group)[0].number
-    decider, *others = by_age(world, group)
-    fail(others[0], RESET)
-    world.until(lambda: any(one.event.kind == "recalled" for one in history(world)), "it is recalled")
-    decider.stop.set()
-    others[0].worker_fails.set()
-    work_together(world, others, after=first)
-    ends = [(one.event.kind, one.event.who) for one in history(world) if one.event.is_end]
-    assert ("left", decider.name) in ends
-    assert "lost" not in {kind for kind, _ in ends}
-    end(world, others)
-
-
 def by_age(world: World, group: Sequence[Agent]) -> list[Agent]:
     """These, the one that decides first."""
     found = world.observer.range(Get(members_span(PREFIX), keys_only=True)).kvs
@@ -376,21 +295,6 @@ def test_what_is_done_by_hand_is_in_the_history_with_who_did_it(world: World) ->
     done = [(one.event.who, one.event.by, one.event.reason) for one in history(world) if one.event.kind == "ordered"]
     evicted = f"{spare.name} was evicted by ann@desk: it smells"
     assert done == [(spare.name, "ann@desk", evicted)]
-
-
-@simulated
-def test_a_spare_that_dies_ends_no_round(world: World) -> None:
-    group = agents(world, 3, (2, 2))
-    world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
-    spare = next(agent for agent in group if not agent.rounds)
-    seated = [agent for agent in group if agent is not spare]
-    spare.die("the spare was killed")
-    world.sleep(5)
-    fail(seated[0], OUT_OF_MEMORY)
-    seated[0].worker_fails.set()
-    work_together(world, seated, after=seated[1].rounds[-1].number)
-    assert {one.event.who for one in history(world) if one.event.is_end} == {seated[0].name}
-    end(world, seated)
 
 
 @simulated
@@ -458,106 +362,6 @@ def test_commits_that_fail_without_end_push_no_death_out_of_the_history(caplog: 
             assert "min_replica_size is larger than min_replicas=1" in warned[0]
 
     play(scenario, 0)
-
-
-@simulated
-def test_a_quorum_without_a_replica_that_left_or_was_lost_tells_which(world: World) -> None:
-    job = replace(PAIR, min_replicas=1)
-    for last, kind in (("leaves", "left"), ("is lost", "lost")):
-        client = world.etcd.client()
-        with replica_of(world.etcd.client(), job, "a") as one, replica_of(client, job, "b") as other:
-            join = in_background(lambda other=other: until_both(other))
-            until_both(one)
-            join()
-            if last == "leaves":
-                other.leave(5)
-            else:
-                world.etcd.expire(other.lease)
-                client.cut_off()
-            world.until(lambda one=one: len(ask(one, 1).seats) == 1, "it goes on alone")
-            (lost,) = (past.event for past in history(world, job.prefix)[-2:-1])
-            assert (lost.kind, lost.node) == (kind, "b") or "or it left" in lost.reason
-            assert kind == "left" or lost.kind == "lost"
-
-
-@simulated
-def test_a_loss_is_told_though_too_few_are_left_for_another_quorum(world: World) -> None:
-    """Of any replica, also of the one that decided. No decision tells of it."""
-    for place, kind in product(("first", "second"), ("left", "died", "lost")):
-        job = replace(PAIR, name=f"{place} {kind}")
-        clients = [world.etcd.client() for _ in range(2)]
-        with replica_of(clients[0], job, "a") as first, replica_of(clients[1], job, "b") as second:
-            join = in_background(lambda second=second: until_both(second))
-            until_both(first)
-            join()
-            gone, other = (first, second) if place == "first" else (second, first)
-            if kind == "left":
-                gone.leave(5)
-            else:
-                clients[place == "second"].cut_off()
-                if kind == "died":
-                    death = encode(Death(f"{gone.replica_id} was killed", 0))
-                    world.observer.put(death_key(job.prefix, member_id(gone.lease)), death)
-                world.etcd.expire(gone.lease)
-            name = gone.replica_id
-            with pytest.raises(TimeoutError):  # too few are left
-                ask(other, 1)
-            found = why(world, job.name)
-            assert found.first is not None
-            assert (found.first.kind, found.first.number) == ("died" if kind == "died" else "lost", 1)
-            assert found.happened.startswith(f"Quorum 1 lost members. It began with this: {name}")
-
-
-@simulated
-def test_the_loss_of_a_decider_is_told_though_others_went_on_without_it_before(world: World) -> None:
-    """Its host is lost, and the others do not wait for its lease to end: one of them takes over."""
-    for cause, kind in (("its host went down", "died"), ("", "lost")):
-        job = replace(PAIR, name=f"without {kind}", heartbeat_timeout_ms=600_000)
-        client = world.etcd.client()
-        with ExitStack() as stack:
-            clients = [client, *(world.etcd.client() for _ in range(2))]
-            three = [stack.enter_context(replica_of(one, job, name)) for one, name in zip(clients, "abc", strict=True)]
-            joins = []
-            for one in three:  # the first one that joins decides
-                joins.append(in_background(lambda one=one: until_both(one, 3)))
-                world.until(lambda one=one: one.joined, "it has joined")
-            for join in joins:
-                join()
-            decider, *others = three
-            client.cut_off()
-            joins = [in_background(lambda one=one: ask(one, 1)) for one in others]
-            for join in joins:
-                join()
-            before = history(world, job.prefix)[-1].event
-            assert (before.kind, "without a" in before.reason) == ("quorum", True)
-            if cause:
-                world.observer.put(death_key(job.prefix, member_id(decider.lease)), encode(Death(cause, 0)))
-            world.etcd.expire(decider.lease)
-            world.sleep(job.heartbeat_timeout + 5)
-            (told,) = [one.event for one in history(world, job.prefix) if one.event.node == "a"]
-            assert (told.kind, told.number) == ("left", before.number - 1)
-            found = why(world, job.name).first
-            assert found is not None
-            assert (found.kind, found.who, found.number) == (kind, "a", before.number - 1)
-            assert cause in found.reason
-
-
-@simulated
-def test_a_replica_that_is_back_under_another_lease_is_not_told_as_lost(world: World) -> None:
-    client = world.etcd.client()
-    with replica_of(client, PAIR, "a") as one, replica_of(world.etcd.client(), PAIR, "b") as other:
-        join = in_background(lambda: until_both(other))
-        until_both(one)
-        join()
-        before = one.lease
-        world.etcd.expire(before)
-        world.sleep(PAIR.heartbeat_timeout / 2)
-        join = in_background(lambda: ask(other, 1))
-        ask(one, 1)
-        join()
-        assert one.lease != before
-        world.sleep(3 * PAIR.heartbeat_timeout)
-        assert [past.event.kind for past in history(world, PAIR.prefix)] == ["quorum"]
 
 
 @simulated
@@ -699,28 +503,6 @@ def decided_by(client: MemoryClient, decision: Publish[bytes]) -> list[list[Op]]
     assert record.publish(decision, ())
     record.close()
     return sent
-
-
-def test_a_record_is_not_replaced_that_only_has_the_known_ones_revision() -> None:
-    """A decider slept while etcd was restored, and others decided."""
-    with MemoryEtcd() as etcd:
-        client = etcd.client()
-        client.put("/g/decided", b"first")
-        backup = etcd.snapshot()
-        client.put("/g/decided", b"lost")
-        record = DecidedRecord(client, "/g", 60, lambda mirror, posted: None, lambda kv, roster: None, writer="me")
-        record.mirror.begin(10)
-        record.mirror.adopt(client.range(Get(Span("/g/decided"))))
-        record.tell()
-        etcd.rewind(backup)
-        client.put("/g/decided", b"another")
-        now = client.range(Get(Span("/g/decided"))).one
-        assert now is not None
-        assert record.known is not None
-        assert now.mod_revision == record.known.mod_revision
-        assert not record.publish(Publish(b"mine", "the decider knows the lost one"), ())
-        assert client.range(Get(Span("/g/decided"))).one == now
-        record.close()
 
 
 def test_a_decision_that_fills_a_transaction_is_made_without_its_history(client: MemoryClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import builders
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from virtual import Scheduler
@@ -107,7 +108,7 @@ def test_the_interfaces_of_this_host_have_its_loopback_among_them() -> None:
 
 def a_round(address: str, *hosts: str) -> Round:
     seats = tuple(Seat(f"m{at}", f"n{at}", f"{host} (pid {at})") for at, host in enumerate(hosts))
-    return Round(1, seats, address, 29500)
+    return builders.round_(1, seats, address=address)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import io
 import json
 from dataclasses import replace
 
+import builders
 import pytest
 from held import TIMER, expired_kv, timers_kv
 
 from ftcoord.commands.output import Terminal
 from ftcoord.commands.watching import _Show
 from ftcoord.core.layout import decided_key, member_id, member_key, quorum_prefix, run_prefix
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Seat, encode
+from ftcoord.core.rendezvous_records import NO_ROUND, Seat, encode
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
@@ -136,7 +137,7 @@ def test_a_line_names_the_timer_that_expired() -> None:
 def test_a_line_names_who_is_to_leave() -> None:
     lease = member_id(9)
     record = replace(NO_ROUND, number=1, seats=(Seat(lease, "n", "host7"),), drained=("n",), min_nodes=1, max_nodes=2)
-    ask = JoinRequest("n", "10.0.0.1", 5, 0, "host7", "n", 1, 2, seated=1)
+    ask = builders.ask("n", port=5, host="host7", seated=1)
     decided = KeyValue(decided_key(RUN), encode(record), 1, 1, 1, 0)
     member = KeyValue(member_key(RUN, lease), encode(ask), 1, 1, 1, 9)
     rounds = GroupKeys(RUN, decided, below_members=(member,))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import builders
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,9 @@ CREATED = 1_700_000_000.5
 
 
 def request(name: str, **fields: Any) -> QuorumRequest:
-    default = QuorumRequest(name, f"http://{name}:1", f"{name}:2", 5, 1, False, "", 0, (f"handle-{name}",))
+    default = builders.request(
+        name, address=f"http://{name}:1", store_address=f"{name}:2", step=5, handles=(f"handle-{name}",)
+    )
     return replace(default, **fields)
 
 
@@ -47,7 +50,7 @@ def all_ask(names: str, **more: Any) -> list[QuorumCandidate]:
 
 def quorum(names: str, number: int = 1, id_: int = 1, idle: tuple[IdleMember, ...] = ()) -> QuorumRecord:
     seats = tuple(QuorumSeat(f"lease-{name}", 1, request(name)) for name in names.split())
-    return QuorumRecord(number, id_, seats, idle, CREATED)
+    return builders.quorum(number, seats, id=id_, idle=idle, created=CREATED)
 
 
 def judge(
@@ -233,7 +236,7 @@ def test_seats_are_ordered_by_bytes() -> None:
 def test_requests_are_returned_as_sent() -> None:
     sent = request("a", data='{"k": [1]}', handles=("x", "y"), step=-1, world_size=2)
     verdict = judge([QuorumCandidate("lease", sent, 9, 0, 0.0)])
-    assert decided(verdict) == QuorumRecord(1, 1, (QuorumSeat("lease", 9, sent),), (), CREATED)
+    assert decided(verdict) == builders.quorum(1, (QuorumSeat("lease", 9, sent),), created=CREATED)
 
 
 # -- who asks -----------------------------------------------------------------------------------------------------
@@ -323,7 +326,7 @@ def test_of_two_incarnations_the_last_to_ask_counts(
 
 
 def test_an_old_incarnation_that_was_answered_does_not_ask_when_the_new_one_is_gone() -> None:
-    previous = QuorumRecord(1, 1, (QuorumSeat("old", 4, request("a")),), (), CREATED)
+    previous = builders.quorum(1, (QuorumSeat("old", 4, request("a")),), id=1, created=CREATED)
     old, new = asks("a", 4, member="old"), asks("a", 1, member="new")
     second = decided(judge([old, new], previous))
     assert ([seat.member for seat in second.seats], second.idle) == (["new"], (IdleMember("old", 4),))

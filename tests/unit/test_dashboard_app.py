@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import builders
 import pytest
 from held import timers_kv
 from helpers import DEADLINE, eventually
@@ -27,7 +28,7 @@ from ftcoord.core.layout import (
     members_span,
     run_prefix,
 )
-from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, Seat, parse_decided
+from ftcoord.core.rendezvous_records import AnyRound, Seat, parse_decided
 from ftcoord.dashboard import app as apps
 from ftcoord.dashboard.acts import PageActor
 from ftcoord.dashboard.app import make_app
@@ -43,7 +44,7 @@ RUN = run_prefix("/f", "a/b")
 def site() -> Iterator[Site]:
     with MemoryEtcd() as etcd, etcd.client() as client, Board(client, "/f", Rules()) as board:
         lease = client.grant(600).id
-        ask = JoinRequest("n", "10.0.0.1", 5, 0, "host of n", "n", 2, 4)
+        ask = builders.ask("n", port=5, host="host of n", limits=(2, 4))
         client.put(member_key(run_prefix("/f", "a/b"), member_id(lease)), rendezvous_records.encode(ask), lease)
         yield Site(client, board)
 
@@ -243,10 +244,10 @@ def write_round(client: MemoryClient, *names: str) -> None:
     seats = list[Seat]()
     for name in names:
         lease = client.grant(600).id
-        ask = JoinRequest(name, "10.0.0.1", 5, 0, f"host of {name}", name, 1, 3, seated=1)
+        ask = builders.ask(name, port=5, host=f"host of {name}", nonce=name, seated=1, limits=(1, 3))
         client.put(member_key(RUN, member_id(lease)), rendezvous_records.encode(ask), lease)
         seats.append(Seat(member_id(lease), name, f"host of {name}"))
-    record = Round(1, tuple(seats), "10.0.0.1", 5, (), 1, 3, ready=True)
+    record = builders.round_(1, tuple(seats), port=5, ready=True, limits=(1, 3))
     client.put(decided_key(RUN), rendezvous_records.encode(record))
 
 

@@ -7,9 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 
@@ -92,14 +90,6 @@ def test_a_value_that_no_other_process_can_read_does_not_hide_the_error() -> Non
         again = pickle.loads(pickle.dumps(error))
         assert (str(again), again.key, again.allowed) == (str(error), "stderr", "a file")
         assert again.value == repr(value)
-
-
-@pytest.mark.parametrize(
-    "value", [None, True, 7, 0.5, "text", b"bytes", timedelta(1), Path("/x"), [1, ("a",)], {"a": {1, 2}}, frozenset()]
-)
-def test_a_plain_value_stays_what_it_is(value: object) -> None:
-    again = pickle.loads(pickle.dumps(errors.ConfigError("key", value, "another one")))
-    assert (type(again.value), again.value) == (type(value), value)
 
 
 def test_a_pool_of_processes_hands_each_on() -> None:

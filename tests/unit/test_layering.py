@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import subprocess
 import sys
@@ -14,11 +13,9 @@ from pathlib import Path
 import pytest
 
 import ftcoord
-from ftcoord import cli
 
 ROOT = Path(ftcoord.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
-MAX_LINES = 500
 
 FLOORS = (
     "ftcoord",
@@ -244,37 +241,12 @@ def upward(module: str) -> Set[str]:
     return {one for one in ours if place_of(one)[1] != name and place_of(one)[0] >= height}
 
 
-def test_primitives_work_on_any_etcd() -> None:
-    """So that an etcd in memory can stand in for a real one."""
-
-    def needs(module: str) -> Set[str]:
-        known = {name for name in imports(module) if name.startswith("ftcoord.etcd.")}
-        program = {"ftcoord.etcd.client"} if module == "ftcoord.primitives.sentinel_main" else set()
-        return known - {"ftcoord.etcd.api", "ftcoord.etcd.retry", "ftcoord.etcd.reading"} - program
-
-    assert offenders([m for m in MODULES if m.startswith("ftcoord.primitives.")], needs) == {}
-
-
-def test_embedded_etcds_are_for_facades_only() -> None:
-    inner = [module for module in INNER if part_of(module) in {"errors", "config", "core", "etcd", "primitives"}]
-    assert offenders(inner, lambda m: {one for one in imports(m) if one.startswith("ftcoord.embedded")}) == {}
-
-
 OWN_THREADS = {
     "ftcoord.concurrency": "it is the seam",
     "ftcoord.python_queue": "the seam makes it",
 }
 """Modules that may name Python's threads, locks and clocks, and why."""
 SEAM = {"threading", "queue", "time", "_thread", "sched"}
-
-
-WEB = {"anyio", "starlette", "uvicorn"}
-"""What the extra `dashboard` brings."""
-
-
-def test_only_the_page_needs_a_web_framework() -> None:
-    others = [module for module in MODULES if not module.startswith("ftcoord.dashboard.")]
-    assert offenders(others, lambda module: tops(imports(module)) & WEB) == {}
 
 
 def test_locks_threads_and_clocks_come_from_the_seam() -> None:
@@ -294,33 +266,6 @@ def test_the_core_is_pure() -> None:
     assert offenders(core, lambda module: set(map(part_of, ours[module])) - {"core", "errors", "escaping"}) == {}
 
 
-TELLING = [
-    f"ftcoord.operator.{name}"
-    for name in (
-        "told",
-        "job_keys",
-        "rounds",
-        "quorums",
-        "timers",
-        "status",
-        "naming",
-        "history",
-    )
-]
-"""What operators are told: as pure as the core, from keys as the API has them."""
-
-
-def test_what_operators_are_told_is_pure() -> None:
-    known = {"ftcoord.etcd.api", "ftcoord.etcd.release", *TELLING}
-    ours = {module: {name for name in imports(module) if name.startswith("ftcoord")} for module in TELLING}
-    assert offenders(TELLING, lambda module: tops(imports(module) - ours[module]) - PURE_CORE) == {}
-    foreign = {
-        module: {one for one in ours[module] if part_of(one) not in {"core", "errors", "escaping"}}
-        for module in TELLING
-    }
-    assert offenders(TELLING, lambda module: foreign[module] - known) == {}
-
-
 @pytest.mark.parametrize("command", ["ls", "status", "history", "why", "doctor"])
 def test_commands_load_neither_torch_nor_a_web_framework(command: str) -> None:
     """Each is to answer in a moment, loading included."""
@@ -334,49 +279,9 @@ def test_commands_load_neither_torch_nor_a_web_framework(command: str) -> None:
     assert done.stderr.splitlines()[-1] == "3"
 
 
-DECISIONS = {"ftcoord.core.rendezvous", "ftcoord.core.quorum"}
-"""What only those commands need that say why there is no next round, or quorum."""
-
-
-@pytest.mark.parametrize(
-    ("command", "unneeded"),
-    [
-        ("ls", {"ftcoord.commands.looking", "ftcoord.commands.acting"}),
-        ("history", DECISIONS | {"ftcoord.commands.looking", "ftcoord.operator.status"}),
-        ("doctor", DECISIONS | {"ftcoord.operator.acting", "ftcoord.rendezvous"}),
-        ("status", {"ftcoord.commands.explaining", "ftcoord.operator.history", "ftcoord.metrics.exporter"}),
-    ],
-)
-def test_a_command_loads_what_it_needs_until_its_first_request(command: str, unneeded: set[str]) -> None:
-    """To load all commands takes longer than any of them does."""
-    code = (
-        "import sys; from ftcoord import cli\n"
-        "from ftcoord.etcd.client import EtcdClient\n"
-        "def first_request(*_):\n"
-        f"    sys.exit(str(set({sorted(unneeded | {'torch'})!r}) & sys.modules.keys() or ''))\n"
-        "EtcdClient.range = EtcdClient.member_status = first_request\n"
-        f"cli.main([{command!r}, *{['job'] * (command in ('history', 'status'))!r}])"
-    )
-    env = {"FTCOORD_ENDPOINTS": "127.0.0.1:1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
-    assert (done.stdout, done.stderr.strip(), done.returncode) == ("", "", 1)
-
-
-def test_each_command_is_in_the_module_that_is_loaded_for_it() -> None:
-    for family, has in cli.FAMILIES.items():
-        for command in has:
-            actions = cli._parser(command)._actions
-            commands = next(one for one in actions if isinstance(one, argparse._SubParsersAction))
-            assert set(commands.choices) == {*has, "completion"}, family
-
-
 def test_only_etcd_rpc_and_torchfts_protocols_know_grpc() -> None:
     others = [m for m in MODULES if not m.startswith("ftcoord.etcd.rpc") and m not in TORCHFT_PROTOCOL]
     assert offenders(others, lambda m: {one for one in imports(m) if one.split(".")[0] == "grpc" or one in GRPC}) == {}
-
-
-def test_grpc_is_loaded_without_its_log_lines() -> None:
-    assert [m for m in MODULES if "grpc" in imports(m)] == ["ftcoord.etcd.rpc.quiet_grpc"]
 
 
 def test_the_library_parts_need_no_torch() -> None:
@@ -390,34 +295,6 @@ def test_importing_ftcoord_is_light_and_silent() -> None:
     assert (done.stdout, done.stderr.strip()) == ("", "")
 
 
-def lines_of_code(source: str) -> int:
-    """Lines that hold code: comments, docstrings and empty lines explain, so they cost nothing."""
-    lines: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        is_text = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        if isinstance(node, ast.stmt) and not is_text:
-            inner = [child.lineno for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-            last = min(inner, default=(node.end_lineno or node.lineno) + 1)
-            lines.update(range(node.lineno, max(last, node.lineno + 1)))
-    written = source.splitlines()
-    return sum(bool(text := written[number - 1].strip()) and not text.startswith("#") for number in lines)
-
-
-def test_files_are_short() -> None:
-    lengths = {str(path.relative_to(ROOT)): lines_of_code(path.read_text(encoding="utf-8")) for path in SOURCES}
-    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
-
-
 def test_nothing_is_pickled() -> None:
     files = [path for path in ROOT.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert not [path for path in files if b"pickle" in path.read_bytes().lower()]
-
-
-def test_the_checks_see_what_is_there() -> None:
-    """Else they would pass on nothing at all."""
-    assert "ftcoord.core.rendezvous_records" in imports("ftcoord.core.rendezvous")
-    assert "grpc" in {name for module in MODULES for name in imports(module, at_load=True)}
-    assert imports("ftcoord") > imports("ftcoord", at_load=True)
-    assert {"errors", "config", "core", "etcd"} <= {part_of(module) for module in INNER}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import builders
 import pytest
 
 from ftcoord.core import quorum_records, rendezvous_records
-from ftcoord.core.layout import decided_key, member_id, member_key, quorum_prefix, run_prefix
-from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest
+from ftcoord.core.layout import member_id, member_key, quorum_prefix, run_prefix
 from ftcoord.etcd.api import KeyValue, MemberStatus
 from ftcoord.operator.findings import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
@@ -122,21 +121,17 @@ def kv(key: str, value: bytes, lease: int = 0) -> KeyValue:
     return KeyValue(key, value, 1, 1, 1, lease)
 
 
-OPEN = kv(decided_key(RUN), rendezvous_records.encode(NO_ROUND))
-OVER = kv(decided_key(RUN), rendezvous_records.encode(replace(NO_ROUND, closed="x", outcome="failed")))
-
-
 # -- whom a name means ----------------------------------------------------------------------------------------------
 
 
 def node(lease: int, name: str, host: str) -> KeyValue:
-    ask = JoinRequest(name, "a", 1, 0, host, "", 1, 2)
+    ask = builders.ask(name, address="a", host=host, nonce="")
     return kv(member_key(RUN, member_id(lease)), rendezvous_records.encode(ask), lease)
 
 
 def replica(lease: int, name: str) -> KeyValue:
-    request = QuorumRequest(name, "a", "b", 0, 1, False, "", 0, ())
-    record = quorum_records.encode(ReplicaRecord(request, 0, 0, 0))
+    request = builders.request(name, address="a", store_address="b")
+    record = quorum_records.encode(builders.replica(request))
     return kv(member_key(QUORUM, member_id(lease)), record, lease)
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+import builders
 import pytest
 from test_operator_status import QUORUM, RUN, ask, nodes, seats, told_of
 
@@ -49,7 +50,7 @@ def events(*found: HistoryEvent, prefix: str = RUN) -> list[KeyValue]:
 
 
 def running(number: int = 8, *names: str) -> JobStatus:
-    record = Round(number, seats(*names), "10.0.0.1", 29500, (), 2, 4, ready=True)
+    record = builders.round_(number, seats(*names), ready=True, limits=(2, 4))
     decided = KeyValue(decided_key(RUN), rendezvous_records.encode(record), 1, 1, 1, 1)
     there = nodes(*(ask(name, seated=number, after=number - 1) for name in names))
     return told_of(rounds=GroupKeys(RUN, decided, below_members=there))
@@ -82,7 +83,7 @@ def test_the_first_cause_of_the_last_round_is_told_and_what_to_do() -> None:
 
 
 def test_a_round_that_runs_without_one_of_its_nodes_says_without_which() -> None:
-    record = Round(8, seats("hostA", "hostB"), "10.0.0.1", 29500, (), 2, 4, ready=True)
+    record = builders.round_(8, seats("hostA", "hostB"), ready=True, limits=(2, 4))
     decided = KeyValue(decided_key(RUN), rendezvous_records.encode(record), 1, 1, 1, 1)
     left = nodes(ask("hostA", seated=8, after=7))
     died = "host of hostB was killed by signal 9 (SIGKILL)"
@@ -174,7 +175,7 @@ def test_each_cause_has_its_advice(end: HistoryEvent, advice: str) -> None:
 
 def test_nodes_that_are_missing_are_to_be_started() -> None:
     """Of a run that waits for them."""
-    record = Round(7, seats("hostA", "hostB"), "10.0.0.1", 29500, (), 2, 4, ready=True, recalled="hostB left")
+    record = builders.round_(7, seats("hostA", "hostB"), ready=True, recalled="hostB left", limits=(2, 4))
     decided = KeyValue(decided_key(RUN), rendezvous_records.encode(record), 1, 1, 1, 1)
     status = told_of(rounds=GroupKeys(RUN, decided, below_members=nodes(ask("hostA", after=7))))
     found = why(status, DECIDED, STARTED, recalled("it was recalled"))

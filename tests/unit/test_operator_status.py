@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import builders
 import pytest
 from held import TIMER, WORKER, expired_kv, timers_kv
 
@@ -25,7 +26,7 @@ from ftcoord.core.layout import (
     run_prefix,
 )
 from ftcoord.core.quorum import FAILED_COMMITS, QuorumOptions
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, WorkerFailure, chunks_of, head_of, roll_id
 from ftcoord.core.round_situation import RoundOptions
 from ftcoord.etcd.api import KeyValue
@@ -44,7 +45,7 @@ def kv(key: str, value: bytes, revision: int = 1, lease: int = 0) -> KeyValue:
 
 
 def ask(node: str, **fields: Any) -> JoinRequest:
-    return replace(JoinRequest(node, "10.0.0.1", 5, 0, f"host of {node}", "n", 2, 4), **fields)
+    return replace(builders.ask(node, port=5, host=f"host of {node}", limits=(2, 4)), **fields)
 
 
 def member(prefix: str, lease: int, value: bytes) -> KeyValue:
@@ -75,7 +76,7 @@ def told_of(rounds: GroupKeys | None = None, quorum: GroupKeys | None = None, ru
     return with_leases(tell_job(keys, rules or Rules()), {member_id(1): LeaseTime(7, 10)})
 
 
-RUNNING = Round(3, seats("a", "b"), "10.0.0.1", 5, (), 2, 4, ready=True)
+RUNNING = builders.round_(3, seats("a", "b"), port=5, ready=True, limits=(2, 4))
 
 
 def in_round(number: int) -> dict[str, int]:
@@ -173,7 +174,6 @@ def test_a_table_shows_who_holds_which_timer_until_when() -> None:
         ({"after": 3, "seated": 3}, True, "somebody waits", "waiting"),
         (in_round(3), False, "", "seated"),
         ({"after": 2}, False, "", "seating"),
-        ({**in_round(3), "leaving": "SIGTERM"}, True, "", "leaving"),
         ({**in_round(3), "failed": (WorkerFailure(7, fate="exited with code 1"),)}, True, "", "running"),
         ({"after": 2, "seated": 2, "min_nodes": 1}, False, "", "refused"),
     ],
@@ -183,7 +183,7 @@ def test_how_a_node_with_a_seat_stands(fields: dict[str, Any], ready: bool, reca
     found = rounds(record, nodes(ask("a", **fields), ask("b", **in_round(3))))
     one = next(one for one in found.members if one.node == "a")
     assert (one.rank, one.standing) == (0, standing)
-    assert one.said == fields.get("leaving", "worker 7 exited with code 1" if "failed" in fields else "")
+    assert one.said == ("worker 7 exited with code 1" if "failed" in fields else "")
 
 
 def test_a_spare_and_a_node_of_an_older_lease() -> None:
@@ -345,18 +345,18 @@ def test_a_key_that_lies_under_another_lease_is_no_member() -> None:
 
 
 def request(name: str, step: int = 5) -> QuorumRequest:
-    return QuorumRequest(name, f"{name}:1", f"{name}:2", step, 2, False, "", 0, ())
+    return builders.request(name, address=f"{name}:1", store_address=f"{name}:2", step=step, world_size=2)
 
 
 def replica(lease: int, name: str, asked: int = 1, step: int = 5, min_replicas: int = 1) -> KeyValue:
-    record = ReplicaRecord(request(name, step), asked, 0, 0, min_replicas=min_replicas)
+    record = builders.replica(request(name, step), asked=asked, min_replicas=min_replicas)
     return member(QUORUM, lease, quorum_records.encode(record))
 
 
 def quorum_of(*names: str, steps: Sequence[int] = ()) -> QuorumRecord:
     all_steps = [*steps, *[5] * len(names)]
     found = (QuorumSeat(member_id(9 + at), 1, request(name, all_steps[at])) for at, name in enumerate(names))
-    return QuorumRecord(4, 2, tuple(found), (), 123.5, "me")
+    return builders.quorum(4, tuple(found), id=2, created=123.5, by="me")
 
 
 def quorum(record: QuorumRecord | None, *members: KeyValue, min_replicas: int = 1) -> QuorumStatus:
@@ -422,7 +422,7 @@ def test_of_two_members_with_one_name_the_newer_one_counts() -> None:
 
 
 def test_a_request_without_a_known_profile_is_unclear() -> None:
-    short = quorum_records.encode(ReplicaRecord(request("z"), 2, 0, 0, "0123456789abcdef"))
+    short = quorum_records.encode(builders.replica(request("z"), asked=2, profile="0123456789abcdef"))
     found = quorum(quorum_of("x"), replica(9, "x"), member(QUORUM, 12, short))
     assert [(one.replica_id, one.standing) for one in found.replicas] == [("x", "training"), ("z", "unclear")]
 
@@ -437,7 +437,7 @@ def test_the_members_of_both_are_told_once() -> None:
 
 def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most() -> None:
     many = [ask(f"n{at}", after=0, seated=1) for at in range(60)] + [ask("late")]
-    record = Round(1, seats(*(one.node for one in many[:60])), "10.0.0.1", 5, (), 2, 4, ready=True)
+    record = builders.round_(1, seats(*(one.node for one in many[:60])), port=5, ready=True, limits=(2, 4))
     decided = kv(decided_key(RUN), rendezvous_records.encode(record))
     told = told_of(GroupKeys(RUN, decided, below_members=nodes(*many)))
     assert told.rounds is not None

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeAlias
 
+import builders
 import pytest
 
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.coordination.use import QuorumUse, asking
 from ftcoord.core import layout
-from ftcoord.core.outlook import Next, Standing
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_head import encode_quorum, parse_quorum
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord, encode
+from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, ReplicaRecord, encode
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
@@ -33,7 +33,7 @@ def view(**members: ReplicaRecord) -> View:
 
 
 def replica(name: str, asked: int, after: int = 0, heard: int = 0) -> ReplicaRecord:
-    return ReplicaRecord(QuorumRequest(name, "", "", 0, 1, False, "", 0, ()), asked, after, 0, "", heard)
+    return builders.replica(builders.request(name), asked=asked, after=after, profile="", heard=heard)
 
 
 def quorum_of(verdict: Verdict[bytes], roster: bytes | None = None) -> QuorumRecord:
@@ -42,49 +42,10 @@ def quorum_of(verdict: Verdict[bytes], roster: bytes | None = None) -> QuorumRec
     return parse_quorum(layout.decided_key(PREFIX), verdict.record, roster)
 
 
-def test_what_a_decider_may_have_decided_is_not_given_again_once_its_record_is_deleted() -> None:
-    """The answer to that was lost, and somebody else may have been told of it."""
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen())
-    first = policy.decide(view(a=replica("a", 1)), "a", 0.0)
-    assert isinstance(first, Publish)
-    key, roster = layout.decided_key(PREFIX), first.puts[0][1]
-    both = replace(
-        view(a=replica("a", 2, after=1, heard=1), b=replica("b", 1)),
-        decided=KeyValue(key, first.record, 9, 9, 1, 1),
-        roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
-    )
-    for _ in range(2):  # as long as the record is there, its revision tells that the first try did nothing
-        second = quorum_of(policy.decide(both, "a", 1.0), roster)
-        assert (second.number, second.id) == (2, 2)
-    third = quorum_of(policy.decide(replace(both, vanished=True), "a", 1.0), roster)
-    assert (third.number, third.id) == (3, 3)
-
-
-def test_numbers_are_counted_from_etcds_revision_when_the_record_was_deleted() -> None:
-    """Each that was ever given had a revision of its own, before that."""
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen())
-    known = replace(view(a=replica("a", 1, after=7, heard=50)), missing_at=1000)
-    quorum = quorum_of(policy.decide(known, "a", 0.0))
-    assert (quorum.number, quorum.id) == (1001, 1001)
-
-
-def test_numbers_are_not_lower_than_those_known_where_etcd_has_fewer_revisions() -> None:
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen())
-    known = replace(view(a=replica("a", 1, after=7, heard=50)), missing_at=10)
-    quorum = quorum_of(policy.decide(known, "a", 0.0))
-    assert (quorum.number, quorum.id) == (51, 11)
-
-
 def test_a_jobs_first_quorum_has_the_number_one() -> None:
     policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen())
     quorum = quorum_of(policy.decide(replace(view(a=replica("a", 1)), missing_at=1000), "a", 0.0))
     assert (quorum.number, quorum.id) == (1, 1)
-
-
-def test_numbers_are_counted_from_etcds_revision_when_only_etcd_knows_of_an_earlier_quorum() -> None:
-    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen())
-    quorum = quorum_of(policy.decide(replace(view(a=replica("a", 1)), missing_at=1000, has_era=True), "a", 0.0))
-    assert (quorum.number, quorum.id) == (1001, 1001)
 
 
 def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
@@ -95,57 +56,12 @@ def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
     assert (quorum.number, quorum.id) == (226, 18)
 
 
-def test_an_id_that_stood_for_other_replicas_is_not_kept_when_etcd_was_restored() -> None:
-    """Its replica has built its process group for that id."""
-    before, alone = (QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen()) for _ in range(2))
-    both = view(a=replica("a", 1), b=replica("b", 1))
-    lost = before.decide(both, "a", 0.0)
-    assert isinstance(lost, Publish)
-    assert quorum_of(lost).id == quorum_of(alone.decide(view(a=replica("a", 1)), "a", 0.0)).id == 1
-    own = alone.decide(view(a=replica("a", 1)), "a", 0.0)
-    assert isinstance(own, Publish)
-
-    def asked_again(last: Publish[bytes]) -> View:
-        key, roster = layout.decided_key(PREFIX), last.puts[0][1]
-        return replace(
-            view(a=replica("a", 2, after=1, heard=1), b=replica("b", 2, after=1, heard=1)),
-            decided=KeyValue(key, last.record, 9, 9, 1, 1),
-            roster=KeyValue(layout.roster_key(key), roster, 9, 9, 1, 1),
-        )
-
-    assert quorum_of(before.decide(asked_again(lost), "a", 1.0), lost.puts[0][1]).id == 1
-    alone.decide(asked_again(own), "a", 1.0)
-    assert quorum_of(alone.decide(asked_again(lost), "a", 2.0), lost.puts[0][1]).id == 3
-
-
-def test_a_replica_takes_no_part_in_a_quorum_that_gives_its_id_to_others() -> None:
-    """Its decider has not heard of the replica's own quorum, which a restored etcd does not have."""
-    use = QuorumUse(Job("etcd", "", "job"), "a", lambda members: {})
-    key = layout.decided_key(PREFIX)
-
-    def decided(id_: int, *names: str) -> QuorumRecord:
-        seats = tuple(QuorumSeat(name, 1, replica(name, 1).request) for name in names)
-        head, roster = encode_quorum(QuorumRecord(1, id_, seats, (), 0.0))
-        return use.parse_with_roster(key, head, roster)
-
-    ask = use.stamp(asking(replica("a", 1).request))
-    use.takes(decided(6, "a"), 0)
-    decided(5, "a", "b")  # what was restored
-    found = use.outlook(decided(6, "a", "b"), ["a"], ask)
-    assert (found.standing, found.next) == (Standing.MISSED, Next.WRITE)
-    assert found.ask is not None
-    again = use.stamp(found.ask)
-    assert (again.asked, again.after) == (2, 7)
-    assert use.outlook(decided(6, "a"), ["a"], ask).standing is Standing.ANSWERED
-    assert use.outlook(decided(8, "a", "b"), ["a"], ask).standing is Standing.ANSWERED
-
-
 def test_a_profile_is_left_out_only_after_an_answer_and_only_once() -> None:
     """Others may have missed the quorum that has it, and somebody may have deleted that."""
     use = QuorumUse(Job("etcd", "", "job"), "a", lambda members: {})
     request = replica("a", 1).request
     seats = (QuorumSeat("a", 1, request),)
-    head, roster = encode_quorum(QuorumRecord(1, 1, seats, (), 0.0))
+    head, roster = encode_quorum(builders.quorum(1, seats))
     quorum = use.parse_with_roster(layout.decided_key(PREFIX), head, roster)
     first = use.stamp(asking(request))
     assert not first.profile, "nothing of this replica was ever answered, whatever others of its name were told"

@@ -51,14 +51,14 @@ from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import View
 
 ROUNDS_AND_QUORUMS: Final = {
-    JoinRequest: "node address port after host nonce min_nodes max_nodes seated reopens leaving holds failed failed_at",
+    JoinRequest: "node address port after host nonce min_nodes max_nodes seated reopens holds failed failed_at",
     Round: "number seats address port away min_nodes max_nodes ready recalled waiting closed outcome before by drained",
     RoundHead: "number size roll chunks address port min_nodes max_nodes ready recalled waiting closed outcome before "
     "by drained",
     RollChunk: "members nodes hosts ranks away rounds",
     Seat: "member node host",
     Away: "member round",
-    ReplicaRecord: "request asked after beat profile heard leaving min_replicas",
+    ReplicaRecord: "request asked after beat profile heard min_replicas",
     QuorumRequest: "replica_id address store_address step world_size shrink_only data commit_failures handles",
     Progress: "replica_id step shrink_only commit_failures",
     Profile: "replica_id address store_address world_size data handles",
@@ -104,7 +104,7 @@ def as_release_before(value: bytes, version: int, *without: str) -> bytes:
     return json.dumps({**raw, "v": version}).encode()
 
 
-OLD_REPLICA = as_release_before(encode(ReplicaRecord(REQUEST, 1, 0, 0)), 2, "heard", "leaving", "min_replicas")
+OLD_REPLICA = as_release_before(encode(ReplicaRecord(REQUEST, 1, 0, 0)), 2, "heard", "min_replicas")
 OLD_ASK = as_release_before(encode_round(ASK), 1, "holds", "failed", "failed_at")
 
 

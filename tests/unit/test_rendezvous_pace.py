@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
+import builders
 import pytest
 from virtual import Scheduler
 
@@ -19,7 +20,7 @@ from ftcoord.rendezvous import pace
 from ftcoord.rendezvous.pace import FIRST_LINE, LINE_INTERVAL, LINES_PER_SECOND, RoundPace
 from ftcoord.rendezvous.settings import RendezvousSettings
 
-ASK: Final = JoinRequest("node", "host", 1, 0, "host", "", 1, 1)
+ASK: Final = builders.ask("node", address="host", nonce="", limits=(1, 1))
 WAITS: Final[Look[Any, JoinRequest]] = Look(Standing.PENDING, None, ASK)
 
 

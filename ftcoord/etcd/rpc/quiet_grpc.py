@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _FORKING: Final = "GRPC_ENABLE_FORK_SUPPORT"
 _OURS: Final[Mapping[str, str]] = {"GRPC_VERBOSITY": "NONE", _FORKING: "0"}
 """gRPC's defaults are log lines on the user's terminal, and handlers around `fork()` with which a parent loses messages
-of its streams without notice: 6 of 22,265 watch events in 11,059 forks (see tests/forks.py), and children crash in a
+of its streams without notice: 6 of 22,265 watch events in 11,059 forks, and children crash in a
 thread that the handlers start there: 5 of 5,400."""
 _OFF: Final = frozenset({"0", "f", "false", "n", "no"})
 _first_pid: int | None = None

@@ -415,8 +415,6 @@ class Oracles:
         self.timers = TimersHeld()
         self.calls: list[tuple[str, RankCalls]] = []
         """What the ranks of each manager called for, and its process."""
-        self.joins: list[Operation] = []
-        """What agents asked and were told of rounds: for `exporting`, other oracles judge them."""
         self.kvs: dict[str, KeyValue] = {}
         self._store: dict[str, list[tuple[int, bytes | None]]] = {}
         self._fences = rounds_span(RUN)
