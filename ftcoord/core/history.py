@@ -427,6 +427,8 @@ def why_ended(recalled: str, recalled_at: int, ends: Sequence[HistoryEvent]) -> 
         recalled_at: etcd's revision then.
         ends: how its members' parts ended, as far as is known.
     """
-    if not any(end.noted <= recalled_at for end in ends) or in_causal_order(ends)[0].line in recalled:
+    if not any(end.noted <= recalled_at for end in ends):
         return recalled
-    return told_ends(ends)
+    first = in_causal_order(ends)[0]
+    is_known = first.line in recalled or (is_consequence(first) and UNKNOWN_PEER not in recalled)
+    return recalled if is_known else told_ends(ends)

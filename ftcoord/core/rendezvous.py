@@ -154,7 +154,8 @@ def _judge_running(previous: Round, poll: RoundPoll, options: RoundOptions, now:
     back = [one for one in poll.asking if one.id in seated or one.ask.node in previous.nodes]
     new = len(poll.asking) - len(back)
     live = {member.id for member in (*running, *back)} | poll.situation.unreadable
-    gone = [seat for seat in previous.seats if seat.member not in live and seat.member not in poll.held]
+    held = poll.held.keys() - poll.situation.deaths.keys()  # who was evicted has no seat to come back to
+    gone = [seat for seat in previous.seats if seat.member not in live and seat.member not in held]
     if back:
         came_back = f"{_names(member.ask.host for member in back)} came back for a new round"
         return _recall(previous, told_ends(poll.situation.ends) or came_back, new)

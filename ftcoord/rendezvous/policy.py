@@ -42,7 +42,7 @@ from ftcoord.core.rendezvous_records import (
     parse_decided,
     parse_join_request,
 )
-from ftcoord.core.round_poll import vacant
+from ftcoord.core.round_poll import held_seats, vacant
 from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
@@ -148,6 +148,8 @@ class RendezvousPolicy:
         self._last = _LastRecord()
         self._gone: dict[str, tuple[float, VacantSeat]] = {}
         """Members with a seat in the last round that are gone: when this decider saw it, and what is known."""
+        self._held: dict[str, bool] = {}
+        """The members whose seats are held under other leases, and whether they were evicted."""
         self._ends: tuple[str, Ends] = "", {}
         """How parts in the last round ended: its roll, and the ends."""
         self._written: set[tuple[str, str]] = set()
@@ -234,7 +236,7 @@ class RendezvousPolicy:
         """
         gone: Set[str] = frozenset()
         if previous is not None and not _is_explained(previous):
-            gone = vacant(previous, members, self._unreadable())
+            gone = vacant(previous, members, self._unreadable()) | self._evicted(previous, members)
         # Of one that was gone and came back to its seat, another cause counts when it is gone again.
         self._gone = {member: known for member, known in self._gone.items() if member in gone}
         if previous is not None and (new := gone - self._gone.keys()):
@@ -248,6 +250,16 @@ class RendezvousPolicy:
                 self._gone[member] = now, VacantSeat(seat, why, noted, word, said_at, left)
         first = min((since for since, _ in self._gone.values()), default=now)
         return {member: known.cause for member, (_, known) in self._gone.items() if known.cause}, first
+
+    def _evicted(self, previous: Round, members: Sequence[RoundCandidate]) -> Set[str]:
+        """The members whose seats are held under other leases though they were evicted: a cause was written. It is read
+        once for each."""
+        held = held_seats(previous, members).keys()
+        self._held = {member: is_over for member, is_over in self._held.items() if member in held}
+        if new := held - self._held.keys():
+            causes = causes_known(self._etcd, self._prefix, new)
+            self._held |= {member: member in causes for member in new}
+        return {member for member, is_over in self._held.items() if is_over}
 
     def _ends_of(
         self, previous: Round | None, members: Sequence[RoundCandidate], since: float

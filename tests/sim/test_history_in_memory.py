@@ -262,9 +262,7 @@ def test_a_decider_that_is_lost_with_its_host_is_in_the_history(world: World) ->
 
 def by_age(world: World, group: Sequence[Agent]) -> list[Agent]:
     """These, the one that decides first."""
-    found = world.observer.range(Get(members_span(PREFIX), keys_only=True)).kvs
-    born = {kv.lease: kv.create_revision for kv in found}
-    return sorted(group, key=lambda agent: born[agent.lease()])
+    return sorted(group, key=Agent.decides, reverse=True)
 
 
 @simulated
@@ -326,8 +324,7 @@ def test_a_quorum_without_a_replica_that_died_says_of_what(world: World) -> None
         join = in_background(lambda: until_both(other))
         until_both(one)
         join()
-        world.observer.put(death_key(job.prefix, member_id(other.lease)), encode(Death("b was killed", 0)))
-        other.leave(5)
+        other.leave(5, "b was killed")
         world.until(lambda: len(ask(one, 1).seats) == 1, "it goes on alone")
         past = [(one.event.kind, one.event.node, one.event.reason) for one in history(world, job.prefix)]
         assert ("died", "b", "b: b was killed") in past
@@ -345,8 +342,7 @@ def test_commits_that_fail_without_end_push_no_death_out_of_the_history(caplog: 
             join = in_background(lambda: until_both(other))
             until_both(one)
             join()
-            world.observer.put(death_key(job.prefix, member_id(other.lease)), encode(Death("b was killed", 0)))
-            other.leave(5)
+            other.leave(5, "b was killed")
             world.until(lambda: len(ask(one, 1).seats) == 1, "it goes on alone")
             died = history(world, job.prefix)
             for failures in range(1, 21):

@@ -20,7 +20,7 @@ from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT
 from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT
 from ftcoord.rendezvous.node import Node
-from ftcoord.rendezvous.pace import LAST_LOOK_TIMEOUT
+from ftcoord.rendezvous.pace import LAST_READ_TIMEOUT
 from ftcoord.rendezvous.record_change import RecordChange, change_record
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -78,7 +78,7 @@ def test_a_node_that_gets_no_round_in_time_leaves_soon_after(answered: int) -> N
             node.ask(1)
         seconds = concurrency.now() - began
         leaving = WRITE_ATTEMPT_TIMEOUT + TAKE_BACK_TIMEOUT
-        assert seconds < settings.join_timeout + LAST_LOOK_TIMEOUT + leaving + LAST_REQUESTS
+        assert seconds < settings.join_timeout + LAST_READ_TIMEOUT + leaving + LAST_REQUESTS
 
     play(scenario, answered)
 
@@ -103,5 +103,5 @@ def test_a_run_is_closed_in_time_or_not_at_all(world: World) -> None:
         return RecordChange(encode(now), (), ())
 
     client = world.etcd.client(lambda _call: Fate(answers=0.8 * TIMEOUT))
-    seconds = seconds_of(lambda: change_record(client, "/run", 60, 0, ends, TimeLimit.of(TIMEOUT)))
+    seconds = seconds_of(lambda: change_record(client, "/run", 60, ends, "me", TimeLimit.of(TIMEOUT)))
     assert seconds < TIMEOUT + LAST_REQUESTS

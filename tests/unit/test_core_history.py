@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcoord.core.death_records import KnownCause
 from ftcoord.core.history import (
     HistoryEvent,
     encode,
@@ -232,7 +233,7 @@ def test_a_quorum_tells_who_came_and_how_others_ended() -> None:
     first, then = seated(3, "a1", "b1", "c1", "d1"), seated(4, "a1", "e1")
     (formed,) = quorum_events(None, first, {}, {})
     assert (formed.kind, formed.number, formed.reason) == ("quorum", 3, "4 replicas")
-    *ends, last = quorum_events(first, then, {"b1": ("b was killed", 7)}, {"c1": "it was closed"})
+    *ends, last = quorum_events(first, then, {"b1": KnownCause("b was killed", 7)}, {"c1": "it was closed"})
     assert [(one.kind, one.number, one.node, one.member) for one in ends] == [
         ("died", 3, "b", "b1"),
         ("left", 3, "c", "c1"),
@@ -246,7 +247,9 @@ def test_a_quorum_of_the_same_replicas_tells_only_who_died_in_between() -> None:
     """Also of another id, as after commits that failed: without an end to these, they would push out all others."""
     before = seated(3, "a1", "b1", "c1")
     assert quorum_events(before, seated(4, "a1", "b1", "c1"), {}, {}) == []
-    back = quorum_events(before, seated(3, "a1", "b2", "c2"), {"b1": ("b was killed", 7)}, {"c1": "it was closed"})
+    back = quorum_events(
+        before, seated(3, "a1", "b2", "c2"), {"b1": KnownCause("b was killed", 7)}, {"c1": "it was closed"}
+    )
     assert [(one.kind, one.member) for one in back] == [("died", "b1")], "c may only have lost a lease"
 
 

@@ -523,9 +523,15 @@ def test_a_recall_leaves_a_round_ready() -> None:
 
 
 def test_the_reason_of_who_left_is_in_the_recall() -> None:
-    left = {"B": "hostB was stopped by SIGTERM"}
-    verdict = judge([asks("A")], RUNNING, (1, 2), deaths=left)
-    assert is_recall(verdict, RUNNING, "hostB was stopped by SIGTERM")
+    previous = a_round("A B")
+    verdict = judge_lost([asks("A", seated=1)], previous, deaths={"B": "hostB was stopped by SIGTERM"})
+    assert is_recall(verdict, previous, "hostB was stopped by SIGTERM")
+
+
+def test_who_was_evicted_has_lost_its_seat_though_it_takes_another_lease() -> None:
+    previous = a_round("A B")
+    there = [asks("A", seated=1), back_in_seat("B'")]
+    assert is_recall(judge_lost(there, previous, deaths={"B": "hostB was evicted"}), previous, "hostB was evicted")
 
 
 def test_of_two_incarnations_of_one_node_the_newer_counts() -> None:

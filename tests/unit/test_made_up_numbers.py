@@ -72,7 +72,7 @@ def quorum_number(rogue: int, known: int) -> Verdict[bytes]:
     members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
     seen = HighestSeen()
     seen.highest = Highest(known, known)
-    return QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), 60.0, seen).decide(members, "a", 60.0)
+    return QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), seen).decide(members, "a", 60.0)
 
 
 USES = pytest.mark.parametrize("decide", [round_number, quorum_number])

@@ -13,6 +13,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.coordination.use import QuorumUse, asking
 from ftcoord.core import layout
+from ftcoord.core.death_records import KnownCause
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_head import encode_quorum, parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, ReplicaRecord, encode
@@ -79,7 +80,7 @@ def test_a_profile_is_left_out_only_after_an_answer_and_only_once() -> None:
     assert use.stamp(last).profile, "nobody needs a request that was answered, and beats repeat it"
 
 
-Causes: TypeAlias = Callable[[Iterable[str]], dict[str, tuple[str, int]]]
+Causes: TypeAlias = Callable[[Iterable[str]], dict[str, KnownCause]]
 
 
 def decider(causes: Causes) -> QuorumPolicy:
@@ -108,9 +109,9 @@ def b_is_back(policy: QuorumPolicy) -> View:
 def test_a_replica_that_died_and_is_back_is_told_with_the_decision_that_seats_it_again(takes_over: bool) -> None:
     asked: list[str] = []
 
-    def causes(members: Iterable[str]) -> dict[str, tuple[str, int]]:
+    def causes(members: Iterable[str]) -> dict[str, KnownCause]:
         asked.extend(members)
-        return {"b1": ("b was killed", 7)}
+        return {"b1": KnownCause("b was killed", 7)}
 
     policy = decider(causes)
     back = b_is_back(policy)
@@ -125,7 +126,7 @@ def test_a_replica_that_died_and_is_back_is_told_with_the_decision_that_seats_it
 
 @pytest.mark.parametrize("problem", [EtcdUnavailable("no answer"), EtcdAuthError("permission denied")])
 def test_a_death_whose_cause_etcd_does_not_tell_delays_no_quorum(problem: EtcdError) -> None:
-    def refused(members: Iterable[str]) -> dict[str, tuple[str, int]]:
+    def refused(members: Iterable[str]) -> dict[str, KnownCause]:
         raise problem
 
     policy = decider(refused)

@@ -74,7 +74,7 @@ not for a HistoryEvent, which a reader leaves out if it cannot read it."""
 V_ROUNDS_AND_QUORUMS: Final = 4
 OTHERS: Final = {
     Beat: "name data left",
-    Death: "cause wall_ms",
+    Death: "cause wall_ms left",
     HistoryEvent: "kind number who node reason failures noted by wall_ms member",
 }
 TIMERS: Final = {

@@ -12,6 +12,7 @@ import store_history
 from store_history import Operation
 
 from ftcoord.coordination.address import Job
+from ftcoord.core.death_records import parse_death
 from ftcoord.core.layout import (
     decided_key,
     decider_key,
@@ -509,7 +510,8 @@ class Oracles:
             self._store.setdefault(kv.key, []).append((kv.mod_revision, value))
         elif "/deaths/" in kv.key and event.kind == "put":
             member = member_of(kv.key)
-            require("who is said to be dead is dead", self.is_dead(member), f"{kv.key}: {self.owner(member)} lives")
+            may_be = self.is_dead(member) or parse_death(kv.key, kv.value).left
+            require("who is said to be dead is dead", may_be, f"{kv.key}: {self.owner(member)} lives")
 
     def _judge_fences(self, event: Event) -> None:
         if event.kind == "put":
