@@ -29,8 +29,7 @@ def add_commands(commands: Any) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     from ftcoord.etcd.rpc.addresses import discovered
-    from ftcoord.operator.examining import examine
-    from ftcoord.operator.findings import findings
+    from ftcoord.operator.doctor import examine, findings
 
     terminal = terminal_of(options)
     facts = examine(discovered(etcd_config(options)), options.key_prefix)
