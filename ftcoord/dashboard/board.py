@@ -7,7 +7,7 @@ piles up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -16,14 +16,11 @@ from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.dashboard.pasts import Past, past_of
 from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStarted
-from ftcoord.etcd.api import Etcd, KeyValue
-from ftcoord.operator.following import follow_job
-from ftcoord.operator.job_keys import JobKeys, LeaseTime
-from ftcoord.operator.reading import ReadsLeases, read_lease
+from ftcoord.etcd.api import Etcd
+from ftcoord.operator.job_keys import LeaseTime
+from ftcoord.operator.reading import JobWatch, ReadsLeases, read_jobs, read_lease
 from ftcoord.operator.status import Rules
-from ftcoord.operator.summary import read_jobs
-from ftcoord.operator.told import JobList, JobStatus, Watched
-from ftcoord.operator.watching import JobWatch, TimerLook, newest, probe
+from ftcoord.operator.told import JobList, JobStatus
 from ftcoord.primitives.step_thread import StepThread
 
 MOST_VIEWERS: Final = 200
@@ -193,57 +190,46 @@ class _JobFeed(Closing):
     """Reports one job when it, or its history, changes, and whether etcd answers."""
 
     def __init__(self, etcd: Etcd, key_prefix: str, job: str, rules: Rules, publish: Publish) -> None:
-        self._etcd, self._key_prefix, self._job, self._publish = etcd, key_prefix, job, publish  # never change
-        timers = TimerLook(etcd, key_prefix, job)
+        self._publish = publish  # never changes
         # Only the thread:
-        self._watch = JobWatch(job, rules, timers.newest, every_timer=True)
-        self._history: tuple[Sequence[KeyValue], Sequence[KeyValue]] = (), ()
+        self._watch = JobWatch(etcd, key_prefix, job, rules, every_timer=True, with_history=True)
         self._past: Past | None = None  # that was told last
-        self._inbox: concurrency.Queue[JobKeys | BaseException | None] = concurrency.inbox()
         self._ending = concurrency.event()
         self._thread = StepThread(self._step, "ftcoord-job-feed", self._wake, lambda: None, self._failed)
-        self._follower = follow_job(etcd, key_prefix, job, self._inbox.put, self._inbox.put, with_history=True)
         try:
             self._thread.start()
         except ThreadNotStarted:
-            self._follower.close()
+            self._watch.close()
             raise
 
     def close(self) -> None:
         self._thread.close()
-        self._follower.close()
+        self._watch.close()
 
     def _step(self) -> None:
-        keys = newest(self._inbox)
+        keys = self._watch.wait()
         if self._thread.closed:
             return
         began = concurrency.now()
         try:
-            has_changed = self._watch.next(keys, self._probe) is not None
+            has_changed = self._watch.take(keys) is not None
         except ClientClosed:
             raise
         except EtcdError as error:  # it never answered yet
             self._publish(Shown(None, str(error)))
             return
-        if keys is not None and keys.rounds.events is not None and keys.quorum.events is not None:
-            self._history = keys.rounds.events, keys.quorum.events
-        if self._watch.last is not None:
-            self._tell(self._watch.last, has_changed)
+        now, found = self._watch.last, self._watch.keys
+        if now is not None and found is not None:
+            past = past_of(now.status, found.rounds.events, found.quorum.events)
+            if has_changed or past != self._past:
+                self._past = past
+                self._publish(Shown(now.status, now.error, past))
         if keys is not None:
             self._ending.wait(max(FEED_REST, 2 * (concurrency.now() - began)))
 
-    def _tell(self, now: Watched, has_changed: bool) -> None:
-        past = past_of(now.status, *self._history)
-        if has_changed or past != self._past:
-            self._past = past
-            self._publish(Shown(now.status, now.error, past))
-
-    def _probe(self, lost: bool) -> JobKeys | None:
-        return probe(self._etcd, self._key_prefix, self._job, lost=lost)
-
     def _wake(self) -> None:
         self._ending.set()
-        self._inbox.put(None)
+        self._watch.wake()
 
     def _failed(self, error: BaseException) -> None:
         status = self._watch.last.status if self._watch.last else None

@@ -165,7 +165,7 @@ def test_an_etcd_that_is_away_is_told_and_nothing_else(fragile: EtcdServer, capl
         for _ in range(2):
             assert scrape(server.url) == {"ftcoord_etcd_up": {(): 0}}
         (warned,) = (one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING)
-        assert "etcd cannot be read, so nothing is told of runs" in warned
+        assert "etcd cannot be read, so this scrape has no metrics of runs" in warned
         fragile.restart()
         eventually(lambda: scrape(server.url)["ftcoord_etcd_up"] == {(): 1}, "etcd is back")
 

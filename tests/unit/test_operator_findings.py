@@ -14,7 +14,7 @@ from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.etcd.api import KeyValue, MemberStatus
 from ftcoord.operator.doctor import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings, quantile_bound
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
-from ftcoord.operator.naming import members_called, owners
+from ftcoord.operator.orders import members_called, owners
 
 STATUS = MemberStatus("3.6.9", "a", "a", 3, 1000, 1000, 0, False, (), 0.001)
 FACTS = EtcdFacts([EndpointFacts("h1:2379", STATUS)], True, False, False, "/f", [], 0.001, 0.002)
@@ -145,7 +145,7 @@ REPLICAS = (
 
 
 def keys(*nodes: KeyValue) -> JobKeys:
-    return JobKeys("job", 5, GroupKeys(RUN, below_members=nodes), GroupKeys(QUORUM, below_members=REPLICAS), 9)
+    return JobKeys("job", 5, GroupKeys(RUN, below_members=nodes), GroupKeys(QUORUM, below_members=REPLICAS), True)
 
 
 TWO = keys(node(1, "n1", "h (pid 7)"), node(2, "n1", "h (pid 7)"), node(3, "n2", "h (pid 8)"))
