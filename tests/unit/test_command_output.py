@@ -76,9 +76,7 @@ def test_yaml_takes_no_text_for_something_else(value: tuple[str, ...]) -> None:
 def test_a_table_is_as_wide_as_it_must_be() -> None:
     found = (("\u65e5\u672c", 5), ("a\x1b", None), ("x" * 99, 12))
     rows = [SimpleNamespace(name=name, n=n) for name, n in found]
-    table = list(
-        Terminal(out=io.StringIO()).table("NAME=name N=n", rows)
-    )
+    table = list(Terminal(out=io.StringIO()).table("NAME=name N=n", rows))
     assert table[0] == f"NAME{' ' * (WIDEST - 4)}   N"
     assert table[1] == f"\u65e5\u672c{' ' * (WIDEST - 4)}   5"
     assert table[2] == rf"a\x1b{' ' * (WIDEST - 5)}   -"

@@ -286,10 +286,7 @@ def test_the_core_is_pure() -> None:
     assert offenders(core, lambda module: set(map(part_of, ours[module])) - {"core", "errors"}) == {}
 
 
-TELLING = [
-    f"ftcoord.operator.{name}"
-    for name in ("told", "job_keys", "status", "past")
-]
+TELLING = [f"ftcoord.operator.{name}" for name in ("told", "job_keys", "status", "past")]
 """What operators are told: as pure as the core, from keys as the API has them."""
 
 
