@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 from members import Door
 from test_asks_in_memory import PAIR, ask, in_background, replica_of
-from test_participants_in_memory import LEASE_TTL, end
+from test_participants_in_memory import end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
 from virtual import DELIVERED, Call, Fate, MemoryClient, MemoryEtcd
 from worlds import World, long_simulated, play, simulated
@@ -143,25 +143,6 @@ def test_on_a_bad_network_nothing_is_told_that_was_not_decided(world: World) -> 
     assert past <= decided
     assert past, "nothing was told at all"
     end(world, group)
-
-
-@simulated
-def test_why_a_round_ended_is_told_to_all_that_go_on(world: World) -> None:
-    """A peer is told of first, since its connection was reset; a host was lost."""
-    group = agents(world, 3, (1, 3))
-    first = work_together(world, group)[0].number
-    lost, peer, other = group
-    lost.crash()
-    world.sleep(LEASE_TTL - 1)
-    fail(peer, RESET)
-    world.sleep(0.5)
-    peer.worker_fails.set()
-    work_together(world, [peer, other], after=first)
-    for agent in (peer, other):
-        assert agent.node is not None
-        assert agent.node.round is not None
-        assert agent.node.round.before == "node0 is gone (its lease ended); 1 more node followed"
-    end(world, [peer, other])
 
 
 @simulated
@@ -298,28 +279,6 @@ def test_whoever_closes_a_run_names_what_nobody_has_written_yet(world: World) ->
     found = why(world)
     assert found.first is not None
     assert (found.first.kind, found.first.who) == ("failed", failing.name)
-
-
-@simulated
-def test_a_decider_that_is_lost_with_its_host_is_in_the_history(world: World) -> None:
-    """Its successor tells, also of a round that another one has recalled for what followed."""
-    group = [
-        Agent(world, f"node{at}", world.etcd.client(), (1, 3), last_call_timeout=4.0 * LEASE_TTL) for at in range(3)
-    ]
-    first = work_together(world, group)[0].number
-    decider, *others = by_age(world, group)
-    decider.crash()
-    fail(others[0], RESET)
-    others[0].worker_fails.set()
-    work_together(world, others, after=first)
-    (lost,) = [one.event for one in history(world) if one.event.kind == "lost"]
-    assert (lost.who, lost.number) == (decider.name, first)
-    assert lost.by in {member_id(agent.lease()) for agent in others}
-    for agent in others:
-        assert agent.node is not None
-        assert agent.node.round is not None
-        assert agent.node.round.before.startswith(f"{decider.name} is gone (its lease ended)")
-    end(world, others)
 
 
 @simulated

@@ -1,11 +1,10 @@
-"""A job's history: which end of a round came first, of injected failures and what follows from each as real systems do
-it; the records of events, and the events of decisions."""
+"""A job's history: which end of a round came first, the records of events, and the events of decisions.
+
+`tests/sim/test_first_cause_in_memory.py` plays 200 failures as a whole."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -27,9 +26,6 @@ from ftcoord.core.layout import event_key, events_span, is_event_key
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.core.rendezvous_records import LONGEST_LINE, LONGEST_TRACEBACK, Round, Seat, WorkerFailure
 from ftcoord.errors import StateError
-
-CASES = 200
-NODES = [f"node{number}" for number in range(6)]
 
 PEER_ERRORS = [
     "RuntimeError: [third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:2390",
@@ -74,97 +70,20 @@ def end(kind: str, node: str, what: str) -> HistoryEvent:
     return HistoryEvent(kind, 3, f"host of {node}", node, f"host of {node} {what}")
 
 
-@dataclass
-class Injected:
-    """What happens to one node, and what the others do then.
-
-    Args:
-        event: how it is told.
-        told_after: seconds until its etcd has it.
-        consequence: what a peer does then.
-    """
-
-    event: Callable[[str, random.Random], HistoryEvent]
-    told_after: tuple[float, float]
-    is_late: bool = False
+@pytest.mark.parametrize("text", PEER_ERRORS)
+def test_what_a_worker_raises_about_a_lost_peer_follows_from_that(text: str) -> None:
+    peer = replace(failed("node1", raised(text)), noted=9)
+    for first in (end("died", "node2", "was killed"), end("lost", "node2", "is gone"), failed("node2", exited(3))):
+        later = replace(first, noted=10)
+        assert in_causal_order([peer, later]) == [later, peer]
 
 
-INJECTED = {
-    "an exception": Injected(lambda node, chance: failed(node, raised(chance.choice(OWN_ERRORS))), (0.0, 1.5)),
-    "an exit code": Injected(lambda node, chance: failed(node, exited(chance.choice((1, 3, 77)))), (0.001, 0.004)),
-    "SIGKILL": Injected(lambda node, chance: failed(node, killed(9)), (0.001, 0.004)),
-    "SIGSEGV": Injected(lambda node, chance: failed(node, killed(11)), (0.001, 0.004)),
-    "OOM": Injected(
-        lambda node, chance: failed(node, replace(killed(9), fate="was killed by the kernel (OOM)")), (0.001, 0.004)
-    ),
-    "a hang": Injected(lambda node, chance: failed(node, replace(killed(9), timer="step")), (0.001, 0.004)),
-    "an agent's death": Injected(
-        lambda node, chance: end("died", node, "was killed by signal 9 (SIGKILL)"), (0.001, 0.3)
-    ),
-    "an eviction": Injected(lambda node, chance: end("died", node, f"{node} was evicted by somebody"), (0.001, 0.3)),
-    "a preemption": Injected(lambda node, chance: end("left", node, f"{node} was stopped by SIGTERM"), (0.001, 0.3)),
-    "a lost host": Injected(lambda node, chance: end("lost", node, "is gone (its lease ended)"), (10.0, 12.0), True),
-}
-
-
-def consequences(kind: str, chance: random.Random) -> Iterator[tuple[float, HistoryEvent]]:
-    """What some of the peers do, and how long after the cause happened it is told. None is told before a cause that is
-    told at once: a process that ends is seen by the kernel, and what its peers make of it takes them longer."""
-    for node in NODES[1:]:
-        what = chance.random()
-        after = chance.uniform(0.005, 8.0)
-        if what < 0.3:
-            yield after, failed(node, raised(chance.choice(PEER_ERRORS)))
-        elif what < 0.4 and kind != "an exception":
-            yield after, failed(node, killed(6))
-        elif what < 0.5:
-            yield after, failed(node, replace(killed(9), timer="all_reduce"))
-        elif what < 0.6 and kind != "an exception":  # it may be told only when the process ends
-            yield after, failed(node, exited(1))
-        elif what < 0.7:
-            yield after, end("left", node, "left (ChildFailedError)")
-
-
-def case(seed: int) -> tuple[HistoryEvent, list[HistoryEvent]]:
-    """The first cause, and all that is told, in any order: each with etcd's revision, and some clock's time."""
-    chance = random.Random(seed)
-    kind = list(INJECTED)[seed % len(INJECTED)]
-    injected = INJECTED[kind]
-    root = injected.event(NODES[0], chance)
-    told = [(chance.uniform(*injected.told_after), root)]
-    others = list(consequences(kind, chance))
-    if kind == "an exception":  # while it is on its way out, its peers may be told of before it
-        others = [(after, one) for after, one in others if not one.failures or not one.failures[0].timer]
-    if kind == "a preemption":  # its own workers end as they like, before their agent leaves
-        told.append((0.0, failed(NODES[0], exited(1))))
-    told += others
-    if chance.random() < 0.5 and not injected.is_late:  # another one, which has nothing to do with it, a moment later
-        second = INJECTED[chance.choice(["SIGKILL", "an agent's death", "an exception"])]
-        told.append((told[0][0] + chance.uniform(0.01, 1.0), second.event("independent", chance)))
-    clocks = {node: chance.uniform(-1e6, 1e6) for node in (*NODES, "independent")}
-    events = []
-    for revision, (at, event) in enumerate(sorted(told, key=lambda one: one[0]), start=100):
-        noted = replace(event, noted=revision, wall_ms=int(1e12 + 1000 * (at + clocks[event.node])))
-        events.append(noted)
-        root = noted if event is told[0][1] else root
-    chance.shuffle(events)
-    return root, events
-
-
-@pytest.mark.parametrize("seed", range(CASES))
-def test_the_first_cause_is_found(seed: int) -> None:
-    root, events = case(seed)
-    assert in_causal_order(events)[0] == root, told_ends(events)
-
-
-def test_the_cases_are_not_simple() -> None:
-    """Else the first that was told, or the first by some clock, would do as well."""
-    cases = [case(seed) for seed in range(CASES)]
-    by_revision = [min(events, key=lambda one: one.noted) == root for root, events in cases]
-    by_clock = [min(events, key=lambda one: one.wall_ms) == root for root, events in cases]
-    assert sum(by_revision) < CASES * 0.9
-    assert sum(by_clock) < CASES * 0.7
-    assert sum(len(events) > 2 for _, events in cases) > CASES / 2
+@pytest.mark.parametrize("text", OWN_ERRORS)
+def test_what_a_worker_raises_of_its_own_is_a_first_cause(text: str) -> None:
+    own, lost = replace(failed("node1", raised(text)), noted=9), replace(end("lost", "node2", "is gone"), noted=10)
+    assert in_causal_order([lost, own]) == [own, lost]
+    earlier = replace(lost, noted=8)
+    assert in_causal_order([own, earlier]) == [earlier, own], "of two that begin, the first that was reported"
 
 
 def test_an_abort_may_be_the_first_of_all() -> None:

@@ -264,6 +264,20 @@ def test_a_replica_that_the_others_went_on_without_is_told_as_it_is_known_now() 
     assert told([], death("1", "its host went down", 150)) == ("died", "a: its host went down")
 
 
+def test_a_death_is_not_blamed_on_one_of_which_the_replica_came_back_since() -> None:
+    """Its quorum kept its id."""
+    decided = HistoryEvent("quorum", 3, reason="3 replicas")
+    deaths = [
+        HistoryEvent("died", 3, name, name, f"{name}: killed", noted=at, member=name) for at, name in enumerate("bc")
+    ]
+    found = explain(told_of(), (), events(decided, *deaths, prefix=QUORUM))
+    assert found.first is not None
+    assert (found.first.who, found.followed) == ("c", 0)
+    found = explain(missing(MissingReplica(0, "d", "1", "")), (), events(decided, *deaths, prefix=QUORUM))
+    assert found.first is not None
+    assert found.first.who == "d"
+
+
 def test_a_replica_that_was_killed_by_hand_is_told_as_such() -> None:
     """Its process exits with status 1 then, which its log and its kernel do not explain."""
     exited = ended("died", "b", "b: hostB exited with code 1", 0, number=3)
