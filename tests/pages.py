@@ -17,8 +17,8 @@ from held import TIMER, WORKER, timers_kv
 from helpers import DEADLINE
 
 from ftcoord import concurrency
-from ftcoord.core import event_records, quorum_head, quorum_records, rendezvous_records
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core import history, quorum_head, quorum_records, rendezvous_records
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import (
     KEY_PREFIX,
     decided_key,
@@ -72,7 +72,7 @@ def write_history(client: EtcdClient, job: str, events: Sequence[HistoryEvent]) 
     lease = client.grant(TTL).id
     for at, event in enumerate(events):
         key = event_key(run_prefix(KEY_PREFIX, job), client.get("x").revision, "writer", at)
-        client.put(key, event_records.encode(event), lease)
+        client.put(key, history.encode(event), lease)
 
 
 def write_timer(client: EtcdClient, job: str, scope: str) -> str:

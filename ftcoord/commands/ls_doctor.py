@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ftcoord.commands.flags import ETCD_KEYS, OUTPUT_FLAGS, add_command, client_of, etcd_config
-from ftcoord.commands.output import HEALTHY, NOT_DONE, UNREACHABLE, Terminal, clock, columns
+from ftcoord.commands.output import HEALTHY, NOT_DONE, UNREACHABLE, Terminal
 from ftcoord.escaping import neutral
-from ftcoord.operator.told import Examination, JobLine
+from ftcoord.operator.told import Examination
 
 
 def add_commands(commands: Any) -> None:
@@ -20,23 +20,17 @@ def add_commands(commands: Any) -> None:
 def ls(options: argparse.Namespace) -> int:
     """List the runs and jobs on an etcd cluster.
 
-    Lists those that have keys below the key prefix: state, last round and quorum, number of live members; or how a job
-    ended, of which only the history is left.
+    Lists those that have keys below the key prefix: state, last round and quorum, number of live members.
     """
     from ftcoord.operator.reading import read_jobs
 
     terminal = Terminal.of(options)
     with client_of(options) as etcd:
         found = read_jobs(etcd, options.key_prefix)
-    fields = columns("JOB=job STATE=state ROUND=round NODES=nodes QUORUM=quorum REPLICAS=replicas MEMBERS=members")
-    lines = terminal.table({**fields, "NOTE": _note}, found.jobs)
+    fields = "JOB=job STATE=state ROUND=round NODES=nodes QUORUM=quorum REPLICAS=replicas MEMBERS=members NOTE=note"
+    lines = terminal.table(fields, found.jobs)
     terminal.show(found, lines if found.jobs else [f"no job has keys below {neutral(found.key_prefix)}"])
     return HEALTHY
-
-
-def _note(line: JobLine) -> str:
-    ended = clock(line.ended, "%m-%d %H:%M")
-    return f"{ended}: {line.note}" if ended else line.note
 
 
 def doctor(options: argparse.Namespace) -> int:

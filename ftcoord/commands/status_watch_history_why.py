@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from textwrap import wrap
 from typing import Any, Final
 
@@ -16,9 +15,8 @@ from ftcoord.commands.flags import ETCD_KEYS, JOB, OUTPUT_FLAGS, RULE_FLAGS, Fla
 from ftcoord.commands.output import HEALTHY, NOT_DONE, UNREACHABLE, Columns, Terminal, clock, columns, to_line
 from ftcoord.config import switch
 from ftcoord.core.rendezvous_records import FAILED
-from ftcoord.core.round_history import counted, spanned
-from ftcoord.escaping import neutral
-from ftcoord.operator.past import explain, tell_history
+from ftcoord.escaping import counted, neutral, spanned
+from ftcoord.operator.history import explain, tell_history
 from ftcoord.operator.reading import JobWatch, read_events, read_job, with_leases
 from ftcoord.operator.status import foremost, tell_job
 from ftcoord.operator.told import Explanation, JobHistory, JobStatus, QuorumStatus, RoundsStatus, Watched, no_such_job
@@ -57,12 +55,7 @@ def status(options: argparse.Namespace) -> int:
     with client_of(options) as etcd:
         keys = read_job(etcd, options.key_prefix, options.job, with_timers=True)
         found = with_leases(etcd, tell_job(keys, rules), rows)
-        lines: Iterable[str] = status_lines(found, terminal, rows)
-        if found.rounds is None and found.quorum is None:  # perhaps its keys have expired, and its history is left
-            past = explain(found, *read_events(etcd, options.key_prefix, options.job))
-            if past.happened:
-                found, lines = replace(found, healthy=past.healthy), why_lines(past, terminal)
-    terminal.show(found, lines)
+    terminal.show(found, status_lines(found, terminal, rows))
     return HEALTHY if found.healthy else NOT_DONE
 
 
@@ -255,7 +248,7 @@ def history(options: argparse.Namespace) -> int:
 def history_lines(found: JobHistory, terminal: Terminal) -> Iterable[str]:
     """A history for people."""
     if not found.events:
-        return [f"etcd has no history of a job {neutral(repr(found.job))}: it never began, or its history_ttl is over"]
+        return [f"etcd has no history of a job {neutral(repr(found.job))}: it never began, or its run_ttl is over"]
     made: Columns = {
         "REVISION": "revision",
         "TIME": lambda one: clock(one.at, "%m-%d %H:%M:%S"),
@@ -273,10 +266,9 @@ def why(options: argparse.Namespace) -> int:
     """
     terminal, rules = Terminal.of(options), rules_of(options)
     with client_of(options) as etcd:
-        found = tell_job(read_job(etcd, options.key_prefix, options.job), rules)
-        past = explain(found, *read_events(etcd, options.key_prefix, options.job))
-    is_known = found.exists or past.happened
-    terminal.show(past, why_lines(past, terminal) if is_known else [no_such_job(options.job)])
+        keys = read_job(etcd, options.key_prefix, options.job, with_history=True)
+        past = explain(tell_job(keys, rules), keys.rounds.events, keys.quorum.events, keys.quorum.deaths)
+    terminal.show(past, why_lines(past, terminal) if keys.exists else [no_such_job(options.job)])
     return HEALTHY if past.healthy else NOT_DONE
 
 

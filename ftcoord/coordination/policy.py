@@ -8,17 +8,15 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.history import NOT_ASKING, HistoryEvent, gone_seats, quorum_events, signed
 from ftcoord.core.layout import decided_key, member_key, member_of, roster_key
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_head import Roster, encode_quorum, parse_quorum, parse_roster
-from ftcoord.core.quorum_history import LateEnds, lost_seats, quorum_events, signed
 from ftcoord.core.quorum_records import Profile, QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.etcd.api import KeyValue
-from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.primitives.group.parse_cache import ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View
 
@@ -65,8 +63,6 @@ class HighestSeen:
         self.highest: Highest = NOTHING_HEARD
         self._tried: Highest = NOTHING_HEARD
         self._last: QuorumRecord | None = None
-        self.before: QuorumRecord | None = None
-        """The last quorum but those that have the id of the last one."""
         self.taken: QuorumRecord | None = None
         """The last quorum that this replica took part in, as its caller was told."""
         self.answered = -1
@@ -79,8 +75,6 @@ class HighestSeen:
             if self.highest != NOTHING_HEARD:
                 check_step(key, max(quorum.number, quorum.id), self.highest.either, LARGEST_DECIDED_STEP)
             self.highest = self.highest.and_of(quorum)
-            if self._last is not None and self._last.id != quorum.id:
-                self.before = self._last
             if quorum.contradicts(self._last) or (self.taken is not self._last and quorum.contradicts(self.taken)):
                 # Of another history of etcd. Its id is not kept, or this replica would take it for its own quorum's.
                 self.highest = self.highest.and_(0, quorum.id + 1)
@@ -134,7 +128,6 @@ class QuorumPolicy:
     Args:
         prefix: the group's prefix.
         options: the job's rules.
-        heartbeat_timeout: in seconds.
         seen: numbers and ids that it knows are not given again.
         causes: returns why members are gone, by id, if a cause is known, and at which revision of etcd. Raises
             EtcdError.
@@ -145,7 +138,6 @@ class QuorumPolicy:
         self,
         prefix: str,
         options: QuorumOptions,
-        heartbeat_timeout: float,
         seen: HighestSeen,
         causes: Callable[[Iterable[str]], Mapping[str, tuple[str, int]]] = lambda members: {},
         wall_clock: Callable[[], float] = concurrency.wall,
@@ -157,7 +149,6 @@ class QuorumPolicy:
         self._last: tuple[QuorumRecord | None, Roster | None] = None, None
         """The last result of `_read_decided`."""
         self._known: dict[str, _Heard] = {}
-        self._late = LateEnds(heartbeat_timeout)
         self._said = ""
         self._readable = ReadBack()
 
@@ -179,15 +170,8 @@ class QuorumPolicy:
             if isinstance(published, Wait):
                 return published
             self._seen.tries(record)
-            told = signed(self._events(view, previous, record), me, int(created * 1000))
-            published = replace(published, events=told)
-            if previous is not None and previous.seated.keys() != record.seated.keys():
-                self._follow(view, previous, me)  # or nobody tells how members ended whose replicas are back
-                published = replace(published, nothing_follows=False)
-            return published
-        late, look_at = self._late_ends(view, previous, me, now)
-        times = [at for at in (verdict.until, look_at) if at is not None]
-        return Wait(verdict.reason, min(times, default=None), verdict.rule, signed(late, me, int(created * 1000)))
+            return replace(published, events=signed(self._events(view, previous, record), me, int(created * 1000)))
+        return Wait(verdict.reason, verdict.until, verdict.rule)
 
     def _highest(self, view: View) -> Highest:
         """The highest values that may have been given. As long as the record is there its revision tells what was
@@ -201,56 +185,17 @@ class QuorumPolicy:
         is_first = not view.has_era and highest == NOTHING_HEARD
         return highest if is_first or not view.missing_at else highest.and_(view.missing_at, view.missing_at)
 
-    def _late_ends(
-        self, view: View, previous: QuorumRecord | None, me: str, now: float
-    ) -> tuple[list[HistoryEvent], float | None]:
-        """The events for the history while nothing is decided, and when to look again. Raises UNANSWERED."""
-        present = self._follow(view, previous, me) if previous is not None else None
-        if present is None:
-            return [], None
-        about = self._late.asks_for(present, now)
-        if not about:
-            return [], self._late.due
-        names = {known.candidate.request.replica_id for known in self._known.values()}
-        try:
-            causes = self._causes(about)
-        except UNANSWERED:  # ask again: nobody asks later about a member whose replica is back
-            raise
-        except EtcdError as error:
-            causes = _no_causes(error)
-        ends = self._late.ends(present, names, causes, self._words_of(view, about), now)
-        return ends, self._late.due
-
-    def _follow(self, view: View, previous: QuorumRecord, me: str) -> set[str] | None:
-        """Follow the members of the last quorum; returns the members that are present. Only the oldest member does, and
-        writes how they ended, since those that stand by see the same; None for all others."""
-        if not view.members or member_of(view.members[0].key) != me:
-            return None
-        present = {known.candidate.member for known in self._known.values()}
-        present.update(map(member_of, self._members.unreadable))
-        if self._late.begins and (before := self._seen.before) is not None:
-            # Others may have decided without the decider before this one, while its lease lived. What became of members
-            # that were gone before, the decider before this one has told.
-            known = present.union(map(member_of, view.departed))
-            self._late.follow(replace(before, seats=tuple(one for one in before.seats if one.member in known)), known)
-            self._late.follow(previous, known)
-        self._late.follow(previous, present)
-        return present
-
     def _events(self, view: View, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
-        """The events for the history of a decision: none, at the cost of no request, in a step of the same replicas."""
-        if previous is not None and previous.id == new.id:
-            return []
-        gone = [seat.member for seat in lost_seats(previous, new)]
-        causes, words = self._causes_of(gone), self._words_of(view, gone)
-        events = quorum_events(previous, new, causes, words, self._seen.before)
-        return self._late.untold(events)
+        """The events for the history of a decision: none, at the cost of no request, in a step of the same members."""
+        gone = [seat.member for seat in gone_seats(previous, new)]
+        return quorum_events(previous, new, self._causes_of(gone), self._words_of(view, gone))
 
     def _causes_of(self, gone: Sequence[str]) -> Mapping[str, tuple[str, int]]:
         try:
             return self._causes(gone) if gone else {}
         except EtcdError as error:  # nothing is decided by it, and a step may be waiting
-            return _no_causes(error)
+            log.debug("the causes of death of members that are gone cannot be read: %s", error)
+            return {}
 
     def _words_of(self, view: View, gone: Iterable[str]) -> dict[str, str]:
         return {member: word for member in gone if (word := self._word_of(view, member)) is not None}
@@ -259,7 +204,7 @@ class QuorumPolicy:
         """Why a member is not in the next quorum, as it says itself; None if it gave no reason."""
         key = member_key(self._prefix, member)
         if key in self._known:
-            return self._known[key].record.leaving or "it is there, and did not ask"
+            return self._known[key].record.leaving or NOT_ASKING
         last = view.departed.get(key)
         try:
             said = parse_replica(last.key, last.value).leaving if last is not None else ""
@@ -318,8 +263,3 @@ def _candidate(
 ) -> QuorumCandidate:
     member = member_of(kv.key)
     return QuorumCandidate.of(member, record, profiles, since, kv.create_revision, asked_at, kv.mod_revision)
-
-
-def _no_causes(error: EtcdError) -> Mapping[str, tuple[str, int]]:
-    log.debug("why members are gone cannot be told: %s", error)
-    return {}

@@ -16,7 +16,7 @@ from ftcoord.coordination.use import QuorumUse, asking, idle, nothing_of
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
 from ftcoord.core.layout import death_key, member_id, member_of, members_span
 from ftcoord.core.outlook import Standing
-from ftcoord.core.quorum_history import FAILED_COMMITS, attendance, failing
+from ftcoord.core.quorum import FAILED_COMMITS, attendance, failing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.core.quorum_records import encode as encode_replica
 from ftcoord.errors import (
@@ -28,9 +28,10 @@ from ftcoord.errors import (
     ServerError,
     StateError,
 )
+from ftcoord.escaping import named
 from ftcoord.etcd.api import Etcd, Get, Put
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.logs import ending, log_change, named
+from ftcoord.logs import ending, log_change
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.deaths import causes_known, causes_of
 from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
@@ -103,8 +104,6 @@ class Replica:
                 timeout,
                 keeps_lease=keeps_lease,
                 dies_with_process=dies_with_process,
-                history_ttl=job.history_ttl,
-                name=replica_id,
             ),
         )
 

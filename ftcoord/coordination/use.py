@@ -55,7 +55,7 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
 
     def policy(self) -> QuorumPolicy:
         job = self._job
-        return QuorumPolicy(self.prefix, job.options, job.heartbeat_timeout, self._seen, self._causes)
+        return QuorumPolicy(self.prefix, job.options, self._seen, self._causes)
 
     def parse(self, key: str, value: bytes) -> QuorumRecord:
         return self.parse_with_roster(key, value, None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
+from ftcoord.core.layout import member_of
 from ftcoord.core.strict import build, dump, load
+from ftcoord.errors import StateError
 
 REMEMBERED_FOR: Final = 3600
 """Seconds for which etcd keeps the record of a death."""
@@ -24,6 +27,13 @@ class Death:
     wall_ms: int
 
 
+class KnownCause(NamedTuple):
+    """Why a process died, and etcd's revision at which the cause was first written."""
+
+    cause: str
+    revision: int
+
+
 def encode(death: Death) -> bytes:
     """The record as JSON, with the layout's version."""
     return dump(death)
@@ -32,3 +42,15 @@ def encode(death: Death) -> bytes:
 def parse_death(key: str, value: bytes) -> Death:
     """Parse the record. Raises StateError."""
     return build(Death, key, load(key, value))
+
+
+def causes_in(kvs: Iterable[tuple[str, bytes, int]]) -> dict[str, KnownCause]:
+    """The causes of death in these keys, values and revisions, by member id. What cannot be read is left out: only a
+    text depends on it."""
+    found = {}
+    for key, value, revision in kvs:
+        try:
+            found[member_of(key)] = KnownCause(parse_death(key, value).cause, revision)
+        except StateError:
+            continue
+    return {member: known for member, known in found.items() if known.cause}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ftcoord.core.causes import why_ended
+from ftcoord.core.history import why_ended
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, Round, Seat
-from ftcoord.core.round_history import counted
 from ftcoord.core.round_poll import RoundPoll
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions
 from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.escaping import counted
 
 FORMING: Final = "R4 forming"
 """The rule, as verdicts name it."""

@@ -48,8 +48,8 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from ftcoord.core.causes import told_ends, told_leaving
 from ftcoord.core.forming import FORMING, form
+from ftcoord.core.history import told_ends, told_leaving
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous_records import (
     FAILED,
@@ -62,7 +62,6 @@ from ftcoord.core.rendezvous_records import (
     RoundHead,
     Seat,
 )
-from ftcoord.core.round_history import counted
 from ftcoord.core.round_poll import RoundPoll, poll_of
 from ftcoord.core.round_situation import (
     MOMENT,
@@ -75,6 +74,7 @@ from ftcoord.core.round_situation import (
 )
 from ftcoord.core.seating import seating_time, unhurried
 from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.escaping import counted
 
 RULES: Final = (
     "R1 asking",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final, Literal, TypeAlias
 
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, Seat
 from ftcoord.core.seating import FRESH, SEATING
 

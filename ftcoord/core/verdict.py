@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import Span
 
 R = TypeVar("R")

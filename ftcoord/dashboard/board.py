@@ -220,7 +220,7 @@ class _JobFeed(Closing):
             return
         now, found = self._watch.last, self._watch.keys
         if now is not None and found is not None:
-            past = past_of(now.status, found.rounds.events, found.quorum.events)
+            past = past_of(now.status, found.rounds.events, found.quorum.events, found.quorum.deaths)
             if has_changed or past != self._past:
                 self._past = past
                 self._publish(Shown(now.status, now.error, past))

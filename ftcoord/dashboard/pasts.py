@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.past import explain, tell_history
+from ftcoord.operator.history import explain, tell_history
 from ftcoord.operator.told import JobStatus, ToldEvent
 
 NEWEST_EVENTS: Final = 100
@@ -29,8 +29,10 @@ class Past:
     total: int
 
 
-def past_of(status: JobStatus, rounds: Sequence[KeyValue], quorums: Sequence[KeyValue]) -> Past:
-    """The past of a job with this status, from the keys of its two histories."""
+def past_of(
+    status: JobStatus, rounds: Sequence[KeyValue], quorums: Sequence[KeyValue], deaths: Sequence[KeyValue]
+) -> Past:
+    """The past of a job with this status, from the keys of its two histories and of its replicas' deaths."""
     events = tell_history(status.job, rounds, quorums).events
-    why = explain(status, rounds, quorums).text if events else ""
+    why = explain(status, rounds, quorums, deaths).text if events else ""
     return Past(why, events[: -NEWEST_EVENTS - 1 : -1], len(events))

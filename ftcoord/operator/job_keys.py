@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from ftcoord.core import layout
-from ftcoord.core.death_records import parse_death
+from ftcoord.core.death_records import causes_in
 from ftcoord.core.quorum_records import ReplicaRecord
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, LARGEST_STEP, check_step
@@ -78,13 +78,9 @@ class GroupKeys:
 
     def causes(self) -> dict[str, str]:
         """Why members died, by id, if a cause is known; the one that was written last is the last one."""
-        found = {}
-        for kv in sorted(self.deaths, key=attrgetter("mod_revision")):
-            try:
-                found[layout.member_of(kv.key)] = parse_death(kv.key, kv.value).cause
-            except StateError:
-                continue  # nothing depends on it but a text
-        return {member: cause for member, cause in found.items() if cause}
+        deaths = sorted(self.deaths, key=attrgetter("mod_revision"))
+        known = causes_in((kv.key, kv.value, kv.create_revision) for kv in deaths)
+        return {member: one.cause for member, one in known.items()}
 
 
 class Members(Generic[R]):
@@ -138,7 +134,7 @@ class JobKeys:
         job: its id.
         revision: etcd's revision at which all of it was read.
         rounds, quorum: its two groups.
-        exists: whether etcd has keys of the job, except its history, which outlives it.
+        exists: whether etcd has keys of the job.
         timers: the keys of its expiration timers; empty if they were not asked for.
     """
 
@@ -151,16 +147,14 @@ class JobKeys:
 
     @classmethod
     def of(
-        cls, key_prefix: str, job: str, found: Iterable[KeyValue], *, revision: int, has_others: bool = False
+        cls, key_prefix: str, job: str, found: Iterable[KeyValue], *, revision: int, exists: bool = False
     ) -> JobKeys:
-        """Those of these keys that are the job's; `has_others`: whether it has others, such as a store's."""
+        """Those of these keys that are the job's; `exists` if it may have others too, such as a store's."""
         prefix, quorum = layout.run_prefix(key_prefix, job), layout.quorum_prefix(key_prefix, job)
         kvs, span = {kv.key: kv for kv in found}, layout.timers_span(prefix)
         groups = GroupKeys.of(prefix, kvs), GroupKeys.of(quorum, kvs)
         timers = tuple(kv for key, kv in kvs.items() if key in span)
-        return cls(
-            job, revision, *groups, has_others or not all(one.is_empty for one in groups) or bool(timers), timers
-        )
+        return cls(job, revision, *groups, exists or not all(group.is_empty for group in groups), timers)
 
 
 def spans_of(key_prefix: str, job: str, *, with_history: bool = False) -> tuple[layout.Span, ...]:

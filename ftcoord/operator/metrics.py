@@ -14,7 +14,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.log_once import LogOnce
-from ftcoord.operator.reading import live_job_ids, read_job
+from ftcoord.operator.reading import job_ids, read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
 
@@ -27,7 +27,7 @@ WAITING: Final = ("waiting", "spare")
 
 ONE_ETCD: Final = (
     ("ftcoord_etcd_up", "Whether etcd answered this scrape. If not, no run has metrics."),
-    ("ftcoord_runs", "Runs and jobs that have keys in etcd, besides a history."),
+    ("ftcoord_runs", "Runs and jobs that have keys in etcd."),
     ("ftcoord_runs_untold", f"Those beyond the first {MOST_RUNS}, which have no other metrics."),
 )
 STATE: Final = ("ftcoord_run_state", "1 for the state of the run's rounds and of its quorums; empty for none.")
@@ -83,7 +83,7 @@ class RunsCollector:
         """All metrics; if etcd does not answer, only that. Takes a few request timeouts at most."""
         try:
             with EtcdClient(self._config) as etcd:
-                ids = list(live_job_ids(etcd, self._key_prefix))
+                ids = list(job_ids(etcd, self._key_prefix))
                 found = [tell_job(read_job(etcd, self._key_prefix, id_), Rules()) for id_ in ids[:MOST_RUNS]]
         except EtcdError as error:
             with self._lock:

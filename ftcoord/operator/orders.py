@@ -6,7 +6,7 @@ transaction, and the result is reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -14,19 +14,18 @@ from typing import Final
 from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
-from ftcoord.core.event_records import HISTORY_TTL
-from ftcoord.core.layout import Span, death_key, decided_key, events_span, member_of, quorum_prefix, run_prefix
+from ftcoord.core.layout import death_key, member_of, quorum_prefix, run_prefix
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.core.rendezvous import why_not_drained
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, parse_decided, parse_join_request
-from ftcoord.core.round_history import counted
 from ftcoord.errors import ConfigError, EtcdError, FtcoordError, NotInQuorum, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Compare, Etcd, EtcdCalls, Get, KeyValue, Put
+from ftcoord.escaping import counted
+from ftcoord.etcd.api import Compare, Etcd, EtcdCalls, KeyValue, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.operator.job_keys import JobKeys
-from ftcoord.operator.noting import ordered
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.told import FORMAT, Done, no_such_job
+from ftcoord.primitives.group.events import ordered
 from ftcoord.rendezvous.record_change import RecordChange, change_record, draining, ending
 
 CLOSED_TTL: Final = 3600
@@ -213,9 +212,9 @@ def drain(
         nonlocal node, why
         asks = find_leavers(etcd, key_prefix, job, name, force=force)
         node, why = f"{asks[0].node} on {asks[0].host}", why_not_drained(now, asks)
-        return draining(now, asks, reason, by=by)
+        return draining(now, asks, reason)
 
-    _change(etcd, run_prefix(key_prefix, job), change, timeout)
+    change_record(etcd, run_prefix(key_prefix, job), CLOSED_TTL, change, by=by, within=TimeLimit(timeout))
     if why:
         return Done(FORMAT, job, (), (f"{node}: {why}",))
     return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
@@ -236,21 +235,12 @@ def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, by: str, 
     def change(now: AnyRound) -> RecordChange | None:
         nonlocal over
         over = now.closed
-        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True, by=by)
+        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True)
 
-    _change(etcd, prefix, change, timeout)
+    change_record(etcd, prefix, CLOSED_TTL, change, by=by, within=TimeLimit(timeout))
     if over:
         return Done(FORMAT, job, (), (f"it was over already: {over}",))
     return Done(FORMAT, job, (f"closed {job!r}: {reason}",))
-
-
-def _change(etcd: EtcdCalls, prefix: str, change: Callable[[AnyRound], RecordChange | None], timeout: float) -> None:
-    """Change a run's record. A run that has had a round and wrote no history (history_ttl=0) gets none by this."""
-    keeps_history = etcd.range(Get(events_span(prefix), count_only=True), timeout=timeout).count > 0
-    if not keeps_history:
-        decided = etcd.range(Get(Span(decided_key(prefix))), timeout=timeout).one
-        keeps_history = decided is None or parse_decided(decided.key, decided.value).number == 0
-    change_record(etcd, prefix, CLOSED_TTL, HISTORY_TTL if keeps_history else 0, change, TimeLimit(timeout))
 
 
 # -- kill -----------------------------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Etcd, EtcdCalls, Get, KeyValue
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.operator.job_keys import JobKeys, LeaseTime, spans_of
-from ftcoord.operator.past import tell_ended
 from ftcoord.operator.status import Member, Rules, foremost, tell_job, tell_line
-from ftcoord.operator.told import FORMAT, JobLine, JobList, JobStatus, Watched
+from ftcoord.operator.told import FORMAT, JobList, JobStatus, Watched
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror
 
@@ -51,8 +50,8 @@ def read_job(
 
     def look(then: SnapshotReader) -> JobKeys:
         found = [kv for span in spans for kv in then.pages(span)]
-        counts = (then.range(Get(span, count_only=True)).count for span in layout.spans_but_history(prefix))
-        return JobKeys.of(key_prefix, job, found, revision=then.revision, has_others=any(counts))
+        exists = then.range(Get(layout.run_span(prefix), count_only=True)).count > 0
+        return JobKeys.of(key_prefix, job, found, revision=then.revision, exists=exists)
 
     return read_snapshot(etcd.range, look)
 
@@ -105,27 +104,13 @@ def job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
         rest = layout.Span(behind, stop=layout.decode_key(everything.end))
 
 
-def live_job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
-    """The same, without jobs of which only the history is left, which stays for a week. Raises EtcdError."""
-    for job in job_ids(etcd, key_prefix):
-        spans = layout.spans_but_history(layout.run_prefix(key_prefix, job))
-        if any(etcd.range(Get(one, limit=1, keys_only=True)).one for one in spans):
-            yield job
-
-
 def read_jobs(etcd: EtcdCalls, key_prefix: str) -> JobList:
     """All jobs below a key prefix. Raises EtcdError.
 
     Costs a few requests for each, and its members; the contents of their stores are skipped.
     """
-    return JobList(FORMAT, key_prefix, tuple(_read_line(etcd, key_prefix, job) for job in job_ids(etcd, key_prefix)))
-
-
-def _read_line(etcd: EtcdCalls, key_prefix: str, job: str) -> JobLine:
-    status = tell_job(read_job(etcd, key_prefix, job), Rules())
-    if status.rounds is None and status.quorum is None:  # perhaps its keys have expired, and its history is left
-        return tell_ended(job, *read_events(etcd, key_prefix, job))
-    return tell_line(status)
+    found = (tell_job(read_job(etcd, key_prefix, job), Rules()) for job in job_ids(etcd, key_prefix))
+    return JobList(FORMAT, key_prefix, tuple(map(tell_line, found)))
 
 
 # -- one job as it changes ------------------------------------------------------------------------------------------

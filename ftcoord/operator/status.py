@@ -16,9 +16,8 @@ from ftcoord.core import rendezvous_records as records
 from ftcoord.core.layout import is_expired_key, member_of, roll_key, roll_span
 from ftcoord.core.manager_address import parted
 from ftcoord.core.outlook import Standing
-from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
+from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, attendance, failing
 from ftcoord.core.quorum_head import parse_quorum
-from ftcoord.core.quorum_history import attendance, failing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, parse_replica
 from ftcoord.core.recovery import heals_from
 from ftcoord.core.rendezvous import decide, outlook

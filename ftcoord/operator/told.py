@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from ftcoord.core.event_records import WorkerFailure
+from ftcoord.core.rendezvous_records import WorkerFailure
 
 FORMAT: Final = 1
 """The version of the format, in each document."""
@@ -226,7 +226,7 @@ class JobStatus:
         job: its id.
         revision: etcd's revision of all of this.
         exists: whether etcd has any key of it.
-        healthy: whether it exists and nothing needs attention; or only its history is left, and it finished.
+        healthy: whether it exists and nothing needs attention.
         rounds: None for a job without a rendezvous.
         quorum: None for a job without quorums.
         unreadable: keys that do not count.
@@ -270,14 +270,12 @@ class JobLine:
     Args:
         job: its id.
         state: that of its rounds, or else of its quorums; `degraded` if members are missing, or commits fail again and
-            again; `training` also while replicas ask for the next quorum. How it ended (finished, failed, closed or
-            ended) if only its history is left; `other` if it has none of these.
+            again; `training` also while replicas ask for the next quorum; `other` if it has neither.
         round, nodes: the last round's number and size; None without a rendezvous.
         quorum, replicas: the last quorum's id and size; None without quorums.
         members: the live members of both that count.
         note: why the run is over, or why its last round was recalled, or why the round before that ended; or what it
             waits for; empty for none of these.
-        ended: when it ended, if only its history is left: on the writer's clock, in seconds since 1970; else 0.
     """
 
     job: str
@@ -288,7 +286,6 @@ class JobLine:
     replicas: int | None
     members: int
     note: str
-    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +347,7 @@ class ToldEvent:
     Args:
         revision: etcd's revision at which it was written. Events written together have the same.
         group: rendezvous or quorums.
-        kind: round, started, limits, recalled, closed, quorum, failed, expired, died, left, lost, waiting, refused,
-            silent, ordered or outage.
+        kind: round, started, recalled, closed, quorum, failed, expired, died, left, lost, silent or ordered.
         number: the round's number, or the quorum's id.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id, or the replica's id; empty for all of them.
@@ -418,10 +414,7 @@ class Explanation:
 
 def no_such_job(job: str) -> str:
     """The text for a job that etcd does not have. Characters that could move a terminal's cursor are escaped."""
-    return (
-        f"etcd has no key of a job {job!r}: it never began, or its keys have expired; `ftcoord ls` lists all, and"
-        " `ftcoord history` may know more"
-    )
+    return f"etcd has no key of a job {job!r}: it never began, or its run_ttl is over; `ftcoord ls` lists all"
 
 
 def plain(told: Any) -> dict[str, Any]:

@@ -28,9 +28,8 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import round_key, round_store_prefix
-from ftcoord.core.rendezvous_records import AnyRound
+from ftcoord.core.rendezvous_records import AnyRound, WorkerFailure
 from ftcoord.core.timers import TimerInfo
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ThreadNotStarted

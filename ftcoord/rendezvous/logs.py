@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
-from ftcoord.core.round_history import spanned
 from ftcoord.core.round_situation import contradicts
-from ftcoord.logs import named
+from ftcoord.escaping import named, spanned
 
 
 def round_line(run_id: str, round_: AnyRound, rank: int) -> str:

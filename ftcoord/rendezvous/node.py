@@ -20,10 +20,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ftcoord import concurrency
-from ftcoord.core.event_records import WorkerFailure
+from ftcoord.core.history import failure_event
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import call_back, is_same_round, may_reopen
-from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes, parse_join_request
+from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes, WorkerFailure, parse_join_request
 from ftcoord.core.round_situation import RoundOptions
 from ftcoord.errors import EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.escaping import neutral
@@ -112,8 +112,6 @@ class Node:
                 settings.run_ttl,
                 settings.request_timeout,
                 renews=False,
-                history_ttl=settings.history_ttl,
-                name=host,
             ),
             self._changed,
             self.waiting,  # which returns to the seat: an agent may look for itself only twice a minute
@@ -190,15 +188,11 @@ class Node:
         if lives is not None and self.participant.withdraw(ask, words.each, for_all=True, until=words.deadline):
             self._await_farewell(words)
             if lives.record is not None:
-                self._note_end(lives.record, lives.id, words)
+                mine, failed, now = self.round, self.failure, lives.record
+                is_mine = mine is not None and failed is not None and is_same_round(now, mine)
+                told = [failure_event(now.number, self.host, self.id, failed)] if failed and is_mine else []
+                self._run.note_last(now, lives.record_lease, self.host, lives.id, told, words)
         self.participant.leave(within.left())
-
-    def _note_end(self, now: AnyRound, member: str, within: TimeLimit) -> None:
-        """Add to the history of a run that is over what only this node, or only the last one that leaves, can tell."""
-        mine, failed = self.round, self.failure if self.round is not None else None
-        if mine is not None and failed is not None and is_same_round(now, mine):
-            self._run.note_failure(now, self.host, self.id, failed, within)
-        self._run.note_silent(now, self.host, member, within)
 
     def waiting(self) -> tuple[int, str]:
         """How many nodes wait for this one to come back to the rendezvous, and why. Costs no request; for any thread.

@@ -12,13 +12,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from ftcoord import concurrency
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round
-from ftcoord.core.round_history import counted
 from ftcoord.core.round_situation import RETURN_FACTOR
 from ftcoord.core.seating import SAY_AGAIN, seating_time, unhurried
 from ftcoord.core.takeover import rare_slot
 from ftcoord.errors import EtcdError
+from ftcoord.escaping import SHOWN, counted, named
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.logs import SHOWN, ending, log_change, named
+from ftcoord.logs import ending, log_change
 from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken, signals_at
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.rendezvous.limits import OtherLimits

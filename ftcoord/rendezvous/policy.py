@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core.bystanders import TELL_AFTER, Bystanders
-from ftcoord.core.causes import UNKNOWN_PEER, in_causal_order
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.history import (
+    MOST_ENDS,
+    UNKNOWN_PEER,
+    Ends,
+    HistoryEvent,
+    VacantSeat,
+    in_causal_order,
+    lost_ends,
+    note_ends,
+    round_events,
+    signed,
+)
 from ftcoord.core.layout import (
     Span,
     member_key,
@@ -31,13 +40,11 @@ from ftcoord.core.rendezvous_records import (
     parse_decided,
     parse_join_request,
 )
-from ftcoord.core.round_history import MOST_ENDS, Ends, VacantSeat, lost_ends, note_ends, round_events
 from ftcoord.core.round_poll import vacant
 from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Etcd, KeyValue
-from ftcoord.logs import log_change
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View
@@ -48,65 +55,13 @@ log = logging.getLogger(__name__)
 
 LEASE_GRACE: Final = 5.0
 """Seconds that a lease may live on after its TTL: etcd checks twice a second, and a new leader later."""
+TELL_AFTER: Final = 5.0
+"""Seconds without a change after which ends are written that no decision carries; MOMENT once the run is over."""
 
 
 def _is_explained(round_: Round) -> bool:
     """Whether a run is over, and no later event explains better why."""
     return bool(round_.closed) and UNKNOWN_PEER not in round_.closed
-
-
-_EndKey: TypeAlias = tuple[int, str, str]
-
-
-def _by_key(ends: Iterable[HistoryEvent]) -> dict[_EndKey, HistoryEvent]:
-    return {(end.number, end.kind, end.node): end for end in ends}
-
-
-class _ToldEnds:
-    """Which ends of parts in the last round a decider has written to the history, so that each is written once.
-
-    Args:
-        return_to_seat: seconds in which a node that is gone may come back to its seat.
-    """
-
-    def __init__(self, return_to_seat: float) -> None:
-        self._return_to_seat = return_to_seat
-        self._record = b""
-        """The last record that this decider published."""
-        self._told: frozenset[_EndKey] = frozenset()
-        """The ends that it wrote with that record, or before."""
-        self._late_since: float | None = None
-        """Since when there are ends that no decision has written; None if there are none."""
-
-    def with_decision(self, situation: RoundSituation, view: View, value: bytes) -> list[HistoryEvent]:
-        """The ends to write with this new record."""
-        told, ends = self._before(view), _by_key(situation.ends)
-        self._record, self._told = value, told | ends.keys()
-        return [end for key, end in ends.items() if key not in told]
-
-    def late(self, situation: RoundSituation, view: View, now: float) -> tuple[Sequence[HistoryEvent], float | None]:
-        """Ends of parts in the last round that no decision has written, and that none may write for long: others go on
-        (on_member_loss=ignore), nobody comes, or the run is over. And the latest time to check again."""
-        told = self._before(view)
-        fresh = {key: end for key, end in _by_key(situation.ends).items() if key not in told}
-        if not fresh:
-            self._late_since = None
-            return (), None
-        self._late_since = now if self._late_since is None else self._late_since
-        lost = any(end.kind == "lost" for end in fresh.values())
-        since = max(self._late_since, situation.gone_since if lost else -inf)
-        due = max(since + TELL_AFTER, situation.gone_since + self._return_to_seat if lost else -inf)
-        if situation.previous is not None and situation.previous.closed:  # who could tell it leaves soon
-            due = since + MOMENT
-        if now < due:
-            return (), due
-        value = view.decided.value if view.decided else b""
-        self._record, self._told, self._late_since = value, told | fresh.keys(), None
-        return in_causal_order([*fresh.values()])[:MOST_ENDS], None
-
-    def _before(self, view: View) -> frozenset[_EndKey]:
-        """The ends that it has written; none if others have decided since, or its own decision was refused."""
-        return self._told if view.decided is not None and view.decided.value == self._record else frozenset()
 
 
 class _LastRecord:
@@ -193,8 +148,8 @@ class RendezvousPolicy:
         """Members with a seat in the last round that are gone: when this decider saw it, and what is known."""
         self._ends: tuple[str, Ends] = "", {}
         """How parts in the last round ended: its roll, and the ends."""
-        self._bystanders = Bystanders()
-        self._told = _ToldEnds(options.return_to_seat)
+        self._written: set[tuple[str, str]] = set()
+        """The kinds and nodes of those that this decider has written."""
         self._read_back = ReadBack()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
@@ -210,38 +165,34 @@ class RendezvousPolicy:
         situation = self._situation(view, previous, since, now)
         verdict = decide(situation, self._options, now)
         if isinstance(verdict, Wait):
-            return self._with_news(verdict, situation, view, me, now)
+            return self._with_late_ends(verdict, situation, view, me, now)
         head = record if isinstance(record, RoundHead) and previous and previous.seats else None
         decision = self._publish(verdict, previous, head, me, again=view.vanished)
         published = self._read_back.passed(decision, lambda one: read_round(self._prefix, one), now)
         if isinstance(published, Wait):
             return published
         self._last.tries(view, published)
-        return replace(published, events=self._events(situation, verdict, published.record, view, me))
+        return replace(published, events=self._events(round_events(previous, verdict.record, situation.ends), me))
 
-    def _with_news(self, verdict: Wait, situation: RoundSituation, view: View, me: str, now: float) -> Wait:
-        """Add events for the history while nothing is decided. Only the oldest member adds them: those that stand by
-        see the same."""
-        if not view.members or member_of(view.members[0].key) != me:
+    def _with_late_ends(self, verdict: Wait, situation: RoundSituation, view: View, me: str, now: float) -> Wait:
+        """Add the ends of parts in the last round that no decision carries, nor soon will: others go on
+        (on_member_loss=ignore), no node comes, or the run is over. The oldest member writes them, once, when nothing
+        has changed for a while: those that stand by see the same."""
+        fresh = [end for end in situation.ends if (end.kind, end.node) not in self._written]
+        if not fresh or not view.members or member_of(view.members[0].key) != me:
             return verdict
-        bystanders, look_at = self._bystanders.look(situation, now)
-        ends, tell_at = self._told.late(situation, view, now)
-        times = [at for at in (verdict.until, look_at, tell_at) if at is not None]
-        wall_ms = self._wall_ms()
-        told = [replace(one, by=me, wall_ms=one.wall_ms or wall_ms) for one in (*ends, *bystanders)]
-        for one in bystanders:
-            if one.kind == "refused":
-                text = f"{one.reason} (run {self._prefix}): give all nodes the same, or that one another --rdzv-id"
-                log_change(log, text, logging.WARNING, round=one.number, reason=one.reason)
-        return replace(verdict, until=min(times, default=None), events=told)
+        is_over = situation.previous is not None and situation.previous.closed  # all leave it soon
+        due = view.changed_at + (MOMENT if is_over else TELL_AFTER)
+        if any(end.kind == "lost" for end in fresh):  # it may come back to its seat
+            due = max(due, situation.gone_since + self._options.return_to_seat)
+        if now < due:
+            return replace(verdict, until=min(due, inf if verdict.until is None else verdict.until))
+        return replace(verdict, events=self._events(in_causal_order(fresh)[:MOST_ENDS], me))
 
-    def _events(
-        self, situation: RoundSituation, verdict: Publish[Round], value: bytes, view: View, me: str
-    ) -> list[HistoryEvent]:
-        """The events of a decision for the history. Ends that were written with an earlier decision are not
-        repeated."""
-        fresh = self._told.with_decision(situation, view, value)
-        return round_events(situation.previous, verdict.record, verdict.reason, fresh, me, self._wall_ms())
+    def _events(self, events: Sequence[HistoryEvent], me: str) -> list[HistoryEvent]:
+        """The same events, of which this decider writes no end alone any more."""
+        self._written |= {(one.kind, one.node) for one in events if one.is_end}
+        return signed(events, me, int(self._wall_clock() * 1000))
 
     def _situation(self, view: View, previous: Round | None, since: tuple[float, int], now: float) -> RoundSituation:
         before, self._candidates = self._candidates, {}
@@ -262,7 +213,7 @@ class RendezvousPolicy:
             view.read_at,
             deaths,
             gone_since,
-            self._ends_of(previous, members),
+            self._ends_of(previous, members, since[0]),
             since[1],
             self._unreadable(),
             self._mine(),
@@ -290,32 +241,29 @@ class RendezvousPolicy:
                 cause, noted = causes.get(member, ("", view.revision))
                 last = view.departed.get(member_key(self._prefix, member))
                 seat, word = previous.seats[previous.ranks[member]], self._last_word(last)
-                times = self._wall_ms(), self._longest_silence()
                 said_at = last.mod_revision if last is not None else 0
-                self._gone[member] = now, VacantSeat(seat, cause, noted, word, *times, said_at)
+                self._gone[member] = now, VacantSeat(seat, cause, noted, word, said_at)
         first = min((since for since, _ in self._gone.values()), default=now)
         return {member: known.cause for member, (_, known) in self._gone.items() if known.cause}, first
 
-    def _ends_of(self, previous: Round | None, members: Sequence[RoundCandidate]) -> tuple[HistoryEvent, ...]:
-        """How parts in the last round have ended, as far as is known."""
+    def _ends_of(
+        self, previous: Round | None, members: Sequence[RoundCandidate], since: float
+    ) -> tuple[HistoryEvent, ...]:
+        """How parts in the last round have ended, as far as is known. `since`: when it entered its state."""
         if previous is None or not previous.seats or _is_explained(previous):
             return ()
-        roll, before = self._ends
-        gone = [known for _, known in self._gone.values()]
-        ends = note_ends(before if roll == previous.roll else {}, previous, members, gone, self._wall_ms())
+        if self._ends[0] != previous.roll:
+            self._ends, self._written = (previous.roll, {}), set()
+        asks = ((member.ask, member.revision) for member in members)
+        ends = note_ends(self._ends[1], previous, asks, (known for _, known in self._gone.values()))
         self._ends = previous.roll, ends
-        lost = lost_ends(previous, gone, ends, {member.ask.node for member in members}) if gone else []
-        if previous.closed:  # all leave it, since it is over
-            return *(end for end in ends.values() if end.kind == "died"), *lost
-        return *ends.values(), *lost
-
-    def _wall_ms(self) -> int:
-        return int(self._wall_clock() * 1000)
-
-    def _longest_silence(self) -> int:
-        """Milliseconds that a node may have been lost before its lease ends: etcd may end it late."""
-        lease = self._options.return_to_seat
-        return int((lease + LEASE_GRACE) * 1000) if lease else 0
+        # A host whose lease ends later than a lease may live on did not end the round: it was lost after that.
+        is_over = self._options.return_to_seat and (previous.recalled or previous.closed)
+        until = since + self._options.return_to_seat + LEASE_GRACE if is_over else inf
+        gone = [known for at, known in self._gone.values() if at <= until]
+        lost = lost_ends(previous, gone, ends, {member.ask.node for member in members})
+        # All leave a run that is over.
+        return *(end for end in ends.values() if end.kind != "left" or not previous.closed), *lost
 
     @staticmethod
     def _last_word(departed: KeyValue | None) -> JoinRequest | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ftcoord.config import EtcdConfig, choice, full_text, key_path, seconds, switch, text, whole
-from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.core.round_situation import Restart
 from ftcoord.endpoints import EMBEDDED, parse_host
@@ -49,7 +48,6 @@ class _Key:
 _lease_ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
 _attempts = whole(1, 1000)
 _ttl = whole(1, _MAX_TTL, " (seconds)")
-_history_ttl = whole(0, _MAX_TTL, " (seconds); 0 for no history")
 _protocol = _one_of(http=False, https=True)
 
 _KEYS = (
@@ -65,7 +63,6 @@ _KEYS = (
     _Key("keep_alive_interval", "keep_alive_interval", seconds),
     _Key("keep_alive_max_attempt", "keep_alive_max_attempt", _attempts),
     _Key("run_ttl", "run_ttl", _ttl),
-    _Key("history_ttl", "history_ttl", _history_ttl),
     _Key("on_member_loss", "on_member_loss", _one_of(restart="restart", ignore="ignore")),
     _Key("orphans", "orphans", _one_of(end="end", leave="leave")),
     _Key("restart", "restart", _one_of(failed="failed", always="always", never="never")),
@@ -120,7 +117,6 @@ class RendezvousSettings:
         settle_timeout: how long a round waits when every live node of the last one is back.
         lease_ttl: how long a silent node counts as alive. etcd may grant more.
         run_ttl: how long the run's state outlives its last agent.
-        history_ttl: how long the run's history outlives it; 0 for no history.
         on_member_loss: ``restart`` the workers when a node's lease expires, or ``ignore`` it as torch does.
         orphans: when this process dies, ``end`` the processes that it started (its workers), or ``leave`` them.
         restart: which closed runs a new start may continue, once no node of the old run is left: those that ``failed``,
@@ -145,7 +141,6 @@ class RendezvousSettings:
     settle_timeout: float = 1.0
     lease_ttl: int = 5
     run_ttl: int = 3600
-    history_ttl: int = HISTORY_TTL
     on_member_loss: Literal["restart", "ignore"] = "restart"
     orphans: Literal["end", "leave"] = "end"
     restart: Restart = "failed"

@@ -13,7 +13,7 @@ from typing import Final
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ftcoord import concurrency
-from ftcoord.core.causes import OBEYED
+from ftcoord.core.history import OBEYED
 
 _TORCHS_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from ftcoord.core.causes import first_failure
-from ftcoord.core.event_records import WorkerFailure, clipped
+from ftcoord.core.history import first_failure
+from ftcoord.core.rendezvous_records import WorkerFailure, clipped
 from ftcoord.proc import environment_of, fate_of
 
 LARGEST_ERROR_FILE: Final = 1 << 20

@@ -311,7 +311,7 @@ def test_two_runs_side_by_side(make_nodes: MakeNodes) -> None:
 
 def test_a_long_run_keeps_its_state_and_leaves_nothing(make_nodes: MakeNodes, client: EtcdClient) -> None:
     """Longer than every TTL; afterwards all that is left has a lease, and goes with it."""
-    ttls = {"lease_ttl": 4, "run_ttl": 17, "history_ttl": 17}
+    ttls = {"lease_ttl": 4, "run_ttl": 17}
     prefix = "/long-run"
     run = make_nodes(2, 2, key_prefix=prefix, **ttls)
     nodes = run.add(2)

@@ -84,7 +84,7 @@ def test_a_world_of_all_that_come_during_the_last_call(etcd: EtcdServer) -> None
 
 def test_a_run_that_is_started_again_meets_nothing_of_its_former_life(etcd: EtcdServer, client: EtcdClient) -> None:
     """After an end in peace, and after kill -9."""
-    url = f"etcd://{etcd.get_endpoint()}/again?lease_ttl=2&run_ttl=9&history_ttl=9"
+    url = f"etcd://{etcd.get_endpoint()}/again?lease_ttl=2&run_ttl=9"
     first = [[url, rank, 2] for rank in range(2)]
     with world(*first) as processes:
         assert told(processes) == expected(2)

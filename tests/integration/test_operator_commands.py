@@ -24,9 +24,8 @@ from replicas import ReplicaProcess
 
 from ftcoord import cli
 from ftcoord.coordination import LighthouseClient
-from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix, spans_but_history
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, encode, parse_round
+from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, WorkerFailure, encode, parse_round
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Span
@@ -166,24 +165,6 @@ def test_a_closed_run_ends_for_its_nodes(make_nodes: MakeNodes, run: Commands) -
     code, shown, _ = run("close", "closing", "--yes")
     assert code == 1
     assert shown.startswith("left alone: it was over already: closed by ")
-
-
-def test_a_job_whose_keys_have_expired_is_told_by_its_history(
-    make_nodes: MakeNodes, run: Commands, client: EtcdClient
-) -> None:
-    nodes = make_nodes(2, 2, run_id="expired")
-    joining = waits(nodes.add(1)[0])
-    assert run("close", "expired", "--yes", "--reason", "enough")[0] == 0
-    joining.exception(DEADLINE)
-    nodes.end()
-    eventually(lambda: not run.json("status", "expired")["rounds"]["members"], "its node has left")
-    for span in spans_but_history(run_prefix(KEY_PREFIX, "expired")):
-        client.delete(span)
-    line = next(one for one in run.json("ls")["jobs"] if one["job"] == "expired")
-    assert (line["state"], line["note"].endswith(": enough"), line["ended"] > 0) == ("closed", True, True)
-    code, shown, _ = run("status", "expired")
-    assert (code, "The run is over: closed by " in " ".join(shown.split())) == (1, True)
-    assert run("status", "expired")[1] == run("why", "expired")[1]
 
 
 def test_quorums_are_told_and_a_manager_is_killed(etcd: EtcdServer, run: Commands) -> None:

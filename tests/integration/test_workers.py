@@ -21,7 +21,7 @@ from helpers import DEADLINE, eventually, open_files
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ftcoord import concurrency, proc
-from ftcoord.core.event_records import WorkerFailure
+from ftcoord.core.rendezvous_records import WorkerFailure
 from ftcoord.primitives.orphans import MARK, MarkedChildren
 from ftcoord.proc import own_thread
 from ftcoord.rendezvous import workers

@@ -30,9 +30,8 @@ from virtual import MemoryEtcd, Scheduler
 
 from ftcoord import concurrency
 from ftcoord.core import timers as records
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, decided_key, members_span, timers_key
-from ftcoord.core.rendezvous_records import ROLLS, AnyRound, parse_decided
+from ftcoord.core.rendezvous_records import ROLLS, AnyRound, WorkerFailure, parse_decided
 from ftcoord.core.timers import TimerInfo
 from ftcoord.etcd.api import Event, Get, Put
 from ftcoord.etcd.namespace import Namespace

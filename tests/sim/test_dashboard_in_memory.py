@@ -9,8 +9,8 @@ from virtual import MemoryClient
 from worlds import World, simulated
 
 from ftcoord import concurrency
-from ftcoord.core import event_records, rendezvous_records
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core import history, rendezvous_records
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import event_key, member_id, member_key, run_prefix
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.dashboard import board as boards
@@ -164,7 +164,7 @@ def test_whoever_looks_at_jobs_that_are_none_leaves_room_for_others(world: World
 
 def write_event(client: MemoryClient, reason: str) -> None:
     event = HistoryEvent("recalled", 1, reason=reason)
-    client.put(event_key(run_prefix("/f", "job"), client.get("x").revision, "w", 0), event_records.encode(event))
+    client.put(event_key(run_prefix("/f", "job"), client.get("x").revision, "w", 0), history.encode(event))
 
 
 @simulated

@@ -14,43 +14,47 @@ from typing import Any, Final
 import pytest
 from members import Door
 from test_asks_in_memory import PAIR, ask, in_background, replica_of
-from test_participants_in_memory import LEASE_TTL, end
+from test_participants_in_memory import end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
 from virtual import DELIVERED, Call, Fate, MemoryClient, MemoryEtcd
 from worlds import World, long_simulated, play, simulated
 
 from ftcoord import concurrency
-from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.death_records import Death, encode
-from ftcoord.core.event_records import HISTORY_TTL, KEPT_EVENTS, HistoryEvent, PastEvent, WorkerFailure, read_history
+from ftcoord.core.history import HistoryEvent, PastEvent, read_history
 from ftcoord.core.layout import (
     KEY_PREFIX,
     Span,
     death_key,
     decided_key,
-    event_revision,
     events_span,
     member_id,
     member_key,
     members_span,
 )
-from ftcoord.core.rendezvous_records import FAILED, ROLLS, Round, RoundHead, parse_decided, parse_join_request
+from ftcoord.core.rendezvous_records import (
+    FAILED,
+    ROLLS,
+    Round,
+    RoundHead,
+    WorkerFailure,
+    parse_decided,
+    parse_join_request,
+)
 from ftcoord.core.verdict import Publish
-from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, RequestRefused
-from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Lease, Op, Put, TxnResult
-from ftcoord.operator.orders import close_job, evict_members, find_members
-from ftcoord.operator.past import explain
+from ftcoord.errors import EtcdAuthError, EtcdError, RequestRefused
+from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, TxnResult
+from ftcoord.operator.history import explain
+from ftcoord.operator.orders import evict_members, find_members
 from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import Explanation
 from ftcoord.primitives.group.decided_record import MOST_OPERATIONS, DecidedRecord
-from ftcoord.primitives.group.event_log import OFF, EventLog
-from ftcoord.primitives.write_once import WriteOutcome, write_once
-from ftcoord.rendezvous.policy import LEASE_GRACE
+from ftcoord.primitives.group.events import KEPT_EVENTS, EventLog
 from ftcoord.rendezvous.run_record import RunRecord
 
-DECISIONS: Final = {"round", "started", "recalled", "limits", "closed"}
+DECISIONS: Final = {"round", "started", "recalled", "closed"}
 OUT_OF_MEMORY: Final = WorkerFailure(7, 1, 0, -1, 9, "was killed by signal 9 (SIGKILL)")
 EXITED: Final = WorkerFailure(9, 1, 0, 3, 0, "exited with code 3")
 RESET: Final = WorkerFailure(8, 0, 0, 1, 0, "exited with code 1", "RuntimeError: Connection reset by peer")
@@ -69,14 +73,14 @@ def fail(agent: Agent, failure: WorkerFailure) -> None:
 
 
 def told(record: Round | RoundHead, before: Round | RoundHead | None) -> str:
-    """The kind of event that goes with this record."""
+    """The kind of event that goes with this record; empty for none."""
     if before is None or record.number != before.number:
         return "round" if record.size else "recalled"
     if record.closed and not before.closed:
         return "closed"
     if record.recalled:
         return "recalled"
-    return "started" if record.ready and not before.ready else "limits"
+    return "started" if record.ready and not before.ready else ""
 
 
 def decisions(world: World) -> list[tuple[int, str, int]]:
@@ -85,7 +89,8 @@ def decisions(world: World) -> list[tuple[int, str, int]]:
     for event in world.events(DECIDED):
         if event.kind == "put":
             record = parse_decided(event.kv.key, event.kv.value)
-            found.append((event.kv.mod_revision, told(record, before), record.number))
+            if kind := told(record, before):
+                found.append((event.kv.mod_revision, kind, record.number))
             before = record
     return found
 
@@ -118,40 +123,19 @@ def test_each_decision_is_in_the_history_and_nothing_else_is(world: World) -> No
     assert told_decisions(world) == decisions(world), "written in one transaction"
     ends = {(one.event.kind, one.event.who) for one in history(world) if one.event.is_end}
     assert ends == {("failed", "node0"), ("died", "node1"), ("lost", "node9")}
-    (lost,) = (one.event for one in history(world) if one.event.kind == "lost")
-    assert lost.wall_ms - lost.since_ms == 1000 * (LEASE_TTL + LEASE_GRACE)
     world.sleep(30)
     before = world.etcd.revision
     world.sleep(600)
     quiet = [kv for kv in world.observer.range(Get(events_span(PREFIX))).kvs if kv.mod_revision > before]
     assert not quiet, "a round that runs writes nothing"
+    (decided,) = world.observer.range(Get(Span(DECIDED))).kvs
     leases = {kv.lease for kv in world.observer.range(Get(events_span(PREFIX))).kvs}
-    assert len(leases) == 1, "each decider goes on with the lease of the one before"
-    end(world, group)
-
-
-@simulated
-def test_outages_of_etcd_that_a_process_noticed_are_told(world: World) -> None:
-    group = agents(world, 3, (1, 4))
-    first = work_together(world, group)[0].number
-    with world.etcd.outage():
-        world.sleep(40)
-    world.sleep(LEASE_TTL)
-    (outage,) = (one.event for one in history(world) if one.event.kind == "outage")
-    assert outage.reason.startswith(f"etcd did not answer {outage.who} for 4")
-    leader = next(one for one in group if one.name == outage.who)
-    leader.die("it was killed")
-    group.remove(leader)
-    work_together(world, group, after=first)
-    told = Counter(one.event.who for one in history(world) if one.event.kind == "outage")
-    assert max(told.values()) == 1
-    assert len(told) == 2, "the next decider was away too"
+    assert leases == {decided.lease}, "it is there as long as the record"
     end(world, group)
 
 
 @simulated
 def test_on_a_bad_network_nothing_is_told_that_was_not_decided(world: World) -> None:
-    """What was decided while etcd did not answer about the history is told with the next decision."""
     group = agents(world, 3, (1, 4), wild=True)
     live_through(world, group)
     decided = Counter((kind, number) for _, kind, number in decisions(world))
@@ -159,25 +143,6 @@ def test_on_a_bad_network_nothing_is_told_that_was_not_decided(world: World) -> 
     assert past <= decided
     assert past, "nothing was told at all"
     end(world, group)
-
-
-@simulated
-def test_why_a_round_ended_is_told_to_all_that_go_on(world: World) -> None:
-    """A peer is told of first, since its connection was reset; a host was lost."""
-    group = agents(world, 3, (1, 3))
-    first = work_together(world, group)[0].number
-    lost, peer, other = group
-    lost.crash()
-    world.sleep(LEASE_TTL - 1)
-    fail(peer, RESET)
-    world.sleep(0.5)
-    peer.worker_fails.set()
-    work_together(world, [peer, other], after=first)
-    for agent in (peer, other):
-        assert agent.node is not None
-        assert agent.node.round is not None
-        assert agent.node.round.before == "node0 is gone (its lease ended); 1 more node followed"
-    end(world, [peer, other])
 
 
 @simulated
@@ -225,10 +190,10 @@ def give_up(agent: Agent, failure: WorkerFailure) -> str:
     return record.closed
 
 
-def why(world: World) -> Explanation:
+def why(world: World, job: str = "run") -> Explanation:
     """As `ftcoord why` tells it."""
-    keys = read_job(world.observer, KEY_PREFIX, "run")
-    return explain(tell_job(keys, Rules()), *read_events(world.observer, KEY_PREFIX, "run"))
+    keys = read_job(world.observer, KEY_PREFIX, job)
+    return explain(tell_job(keys, Rules()), *read_events(world.observer, KEY_PREFIX, job), keys.quorum.deaths)
 
 
 @simulated
@@ -248,7 +213,7 @@ def test_a_run_that_ends_since_an_unknown_peer_was_lost_says_so_and_who_it_may_b
     end(world, [other])
     found = why(world)
     assert "a peer was lost, and nobody knows yet which: node1: worker 8" in found.happened
-    likely = "node0 had said nothing when node2 left, the last that looked: it is likely that this one was lost."
+    likely = "node0 had reported nothing when node2 left, the last that looked: it is likely that this one was lost."
     assert found.happened.endswith(likely)
     assert found.do.startswith("See which host of that round")
 
@@ -317,28 +282,6 @@ def test_whoever_closes_a_run_names_what_nobody_has_written_yet(world: World) ->
 
 
 @simulated
-def test_a_decider_that_is_lost_with_its_host_is_in_the_history(world: World) -> None:
-    """Its successor tells, also of a round that another one has recalled for what followed."""
-    group = [
-        Agent(world, f"node{at}", world.etcd.client(), (1, 3), last_call_timeout=4.0 * LEASE_TTL) for at in range(3)
-    ]
-    first = work_together(world, group)[0].number
-    decider, *others = by_age(world, group)
-    decider.crash()
-    fail(others[0], RESET)
-    others[0].worker_fails.set()
-    work_together(world, others, after=first)
-    (lost,) = [one.event for one in history(world) if one.event.kind == "lost"]
-    assert (lost.who, lost.number) == (decider.name, first)
-    assert lost.by in {member_id(agent.lease()) for agent in others}
-    for agent in others:
-        assert agent.node is not None
-        assert agent.node.round is not None
-        assert agent.node.round.before.startswith(f"{decider.name} is gone (its lease ended)")
-    end(world, others)
-
-
-@simulated
 def test_the_last_word_of_a_decider_that_leaves_a_recalled_round_is_read(world: World) -> None:
     """It has recalled that itself for what followed, and no decision comes that would tell of it."""
     group = agents(world, 3, (1, 3))
@@ -362,26 +305,6 @@ def by_age(world: World, group: Sequence[Agent]) -> list[Agent]:
     found = world.observer.range(Get(members_span(PREFIX), keys_only=True)).kvs
     born = {kv.lease: kv.create_revision for kv in found}
     return sorted(group, key=lambda agent: born[agent.lease()])
-
-
-@long_simulated
-def test_a_spare_and_a_node_that_contradicts_the_run_are_in_the_history(world: World) -> None:
-    group = agents(world, 3, (2, 2))
-    world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
-    spare = next(agent for agent in group if not agent.rounds)
-    group.append(Agent(world, "node9", world.etcd.client(), (4, 4)))
-    world.sleep(30)
-    quiet = world.etcd.revision
-    seen = [(one.event.kind, one.event.who, one.event.number) for one in history(world)]
-    number = next(agent for agent in group if agent.rounds).rounds[-1].number
-    assert seen.count(("waiting", spare.name, number)) == 1
-    assert ("refused", "node9", number) in seen
-    world.sleep(100)
-    since = [one for one in history(world) if one.revision > quiet]
-    assert len(since) < 7, "whoever comes back each half second is not told of each time"
-    for agent in (spare, group[-1]):
-        agent.crash()
-    end(world, [agent for agent in group[:-1] if agent is not spare])
 
 
 @simulated
@@ -412,15 +335,6 @@ def test_what_is_done_by_hand_is_in_the_history_with_who_did_it(world: World) ->
     done = [(one.event.who, one.event.by, one.event.reason) for one in history(world) if one.event.kind == "ordered"]
     evicted = f"{spare.name} was evicted by ann@desk: it smells"
     assert done == [(spare.name, "ann@desk", evicted)]
-
-
-@simulated
-def test_a_run_without_a_history_gets_none_by_being_closed(world: World) -> None:
-    group = [Agent(world, f"node{at}", world.etcd.client(), (2, 2), history_ttl=0) for at in range(2)]
-    work_together(world, group)
-    close_job(world.observer, KEY_PREFIX, "run", reason="closed by ann@desk", by="ann@desk", timeout=1.0)
-    end(world, group)
-    assert not world.observer.range(Get(events_span(PREFIX))).kvs
 
 
 @simulated
@@ -492,15 +406,10 @@ def test_commits_that_fail_without_end_push_no_death_out_of_the_history(caplog: 
             died = history(world, job.prefix)
             for failures in range(1, 21):
                 ask(one, 1, failures=failures)
-            (repeats,) = history(world, job.prefix)[len(died) :]
-            assert (repeats.event.kind, repeats.event.reason) == (
-                "quorum",
-                "1 replica; the same replicas, after commits that failed",
-            )
-            told = tell_job(read_job(world.observer, KEY_PREFIX, job.name), Rules())
-            why = explain(told, *read_events(world.observer, KEY_PREFIX, job.name))
-            assert not why.healthy
-            assert "20 commits in a row failed with 1 replica" in why.text
+            assert history(world, job.prefix) == died
+            found = why(world, job.name)
+            assert not found.healthy
+            assert "20 commits in a row failed with 1 replica" in found.text
             lines = [one.getMessage() for one in caplog.records]
             assert sum("rank 0 of 1" in line for line in lines) == 1
             warned = [line for line in lines if "commits in a row failed" in line]
@@ -532,31 +441,30 @@ def test_a_quorum_without_a_replica_that_left_or_was_lost_tells_which(world: Wor
 
 @simulated
 def test_a_loss_is_told_though_too_few_are_left_for_another_quorum(world: World) -> None:
-    """Of any replica, also of the one that decided, and at once where somebody has said why."""
-    ends = {"leaves": "left", "dies": "died", "is lost": "lost"}
-    for place, (last, kind) in product(("first", "second"), ends.items()):
-        job = replace(PAIR, name=f"{place} {last}")
+    """Of any replica, also of the one that decided. No decision tells of it."""
+    for place, kind in product(("first", "second"), ("left", "died", "lost")):
+        job = replace(PAIR, name=f"{place} {kind}")
         clients = [world.etcd.client() for _ in range(2)]
         with replica_of(clients[0], job, "a") as first, replica_of(clients[1], job, "b") as second:
             join = in_background(lambda second=second: until_both(second))
             until_both(first)
             join()
             gone, other = (first, second) if place == "first" else (second, first)
-            if last == "leaves":
+            if kind == "left":
                 gone.leave(5)
             else:
                 clients[place == "second"].cut_off()
-                if last == "dies":
+                if kind == "died":
                     death = encode(Death(f"{gone.replica_id} was killed", 0))
                     world.observer.put(death_key(job.prefix, member_id(gone.lease)), death)
                 world.etcd.expire(gone.lease)
             name = gone.replica_id
             with pytest.raises(TimeoutError):  # too few are left
                 ask(other, 1)
-            told = [(one.event.kind, one.event.number, one.event.node) for one in history(world, job.prefix)]
-            assert told == [("quorum", 1, ""), (kind, 1, name)]
-            why = explain(tell_job(read_job(world.observer, KEY_PREFIX, job.name), Rules()), (), events_of(world, job))
-            assert why.happened.startswith(f"Quorum 1 lost members. It began with this: {name}")
+            found = why(world, job.name)
+            assert found.first is not None
+            assert (found.first.kind, found.first.number) == ("died" if kind == "died" else "lost", 1)
+            assert found.happened.startswith(f"Quorum 1 lost members. It began with this: {name}")
 
 
 @simulated
@@ -585,16 +493,12 @@ def test_the_loss_of_a_decider_is_told_though_others_went_on_without_it_before(w
                 world.observer.put(death_key(job.prefix, member_id(decider.lease)), encode(Death(cause, 0)))
             world.etcd.expire(decider.lease)
             world.sleep(job.heartbeat_timeout + 5)
-            told = [one.event for one in history(world, job.prefix) if one.event.node == "a"]
-            assert [(one.kind, one.number) for one in told] == [("left", before.number - 1), (kind, before.number - 1)]
-            assert cause in told[-1].reason
-            why = explain(tell_job(read_job(world.observer, KEY_PREFIX, job.name), Rules()), (), events_of(world, job))
-            assert why.first is not None
-            assert (why.first.kind, why.first.who) == (kind, "a")
-
-
-def events_of(world: World, job: Job) -> list[KeyValue]:
-    return [*world.observer.range(Get(events_span(job.prefix))).kvs]
+            (told,) = [one.event for one in history(world, job.prefix) if one.event.node == "a"]
+            assert (told.kind, told.number) == ("left", before.number - 1)
+            found = why(world, job.name).first
+            assert found is not None
+            assert (found.kind, found.who, found.number) == (kind, "a", before.number - 1)
+            assert cause in found.reason
 
 
 @simulated
@@ -631,13 +535,12 @@ def test_each_death_of_a_replica_is_told_though_the_quorum_keeps_its_id(world: W
                 death = encode(Death(f"killed in life {life}", 0))
                 world.observer.put(death_key(PAIR.prefix, member_id(other.lease)), death)
                 world.etcd.expire(other.lease)
-        told = lambda: [past.event for past in history(world, PAIR.prefix)]  # noqa: E731
-        world.until(lambda: len(told()) == 3, "all of it is told")
-        assert [(one.kind, one.number) for one in told()] == [("quorum", 1), ("died", 1), ("died", 1)]
-        assert [one.reason for one in told()[1:]] == ["b: killed in life 0", "b: killed in life 1"]
-        why = explain(tell_job(read_job(world.observer, KEY_PREFIX, PAIR.name), Rules()), (), events_of(world, PAIR))
-        assert why.first is not None
-        assert why.first.reason == "b: killed in life 1"
+        told = [past.event for past in history(world, PAIR.prefix)]
+        assert [(one.kind, one.number) for one in told] == [("quorum", 1), ("died", 1), ("died", 1)]
+        assert [one.reason for one in told[1:]] == ["b: killed in life 0", "b: killed in life 1"]
+        found = why(world, PAIR.name).first
+        assert found is not None
+        assert found.reason == "b: killed in life 1"
 
 
 # -- an etcd that takes no history -----------------------------------------------------------------------------
@@ -655,13 +558,6 @@ class Refuses(Door):
         self.refused += 1
         raise error
 
-    def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
-        if ttl == HISTORY_TTL and self._how == "leases":
-            self._refuse(EtcdNoSpace("mvcc: database space exceeded"))
-        if ttl == HISTORY_TTL and self._how == "answers":
-            self._refuse(EtcdUnavailable("no answer"))
-        return self.real.grant(ttl, timeout=timeout)
-
     def txn(
         self,
         compares: Sequence[Compare],
@@ -675,12 +571,10 @@ class Refuses(Door):
                 self._refuse(EtcdAuthError("etcdserver: permission denied"))
             if self._how == "transactions":
                 self._refuse(RequestRefused("etcdserver: too many operations in txn request"))
-            if self._how == "the lease":
-                self._refuse(LeaseLost("etcdserver: requested lease not found"))
         return self.real.txn(compares, success, failure, timeout=timeout)
 
 
-@pytest.mark.parametrize("how", ["leases", "answers", "keys", "transactions", "the lease"])
+@pytest.mark.parametrize("how", ["keys", "transactions"])
 def test_an_etcd_that_takes_no_history_delays_no_decision(how: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "ftcoord")
     doors: list[Refuses] = []
@@ -703,7 +597,7 @@ def test_an_etcd_that_takes_no_history_delays_no_decision(how: str, caplog: pyte
     play(scenario, 0)
     assert sum(door.refused for door in doors) > 0
     warnings = [one.message for one in caplog.records if "takes no history" in one.message]
-    assert len(warnings) == (0 if how in ("answers", "the lease") else 1)
+    assert len(warnings) == len({*warnings}), "once"
 
 
 # -- the log itself ----------------------------------------------------------------------------------------------
@@ -711,16 +605,6 @@ def test_an_etcd_that_takes_no_history_delays_no_decision(how: str, caplog: pyte
 
 def happened(number: int) -> HistoryEvent:
     return HistoryEvent("round", number, reason="1 node")
-
-
-def write(client: Etcd, log: EventLog, events: Sequence[HistoryEvent], value: bytes) -> WriteOutcome:
-    """With some record."""
-    now = client.range(Get(Span("/g/decided"))).one
-
-    def once(more: Sequence[Op]) -> WriteOutcome:
-        return write_once(client, Put("/g/decided", value), now, also=more)
-
-    return log.send(log.writes(events, now.mod_revision if now else 0), events, once)
 
 
 def keys_of(client: Etcd) -> list[KeyValue]:
@@ -738,103 +622,24 @@ def client() -> Iterator[MemoryClient]:
         yield etcd.client()
 
 
-def test_the_oldest_events_go_first(client: MemoryClient) -> None:
-    log = EventLog(client, "/g", 600, "me")
+def test_the_oldest_events_go_first_and_garbage_is_left_alone(client: MemoryClient) -> None:
+    garbage = {"/g/events/0", *(f"/g/events/zzz{at}" for at in range(KEPT_EVENTS))}
+    for key in garbage:
+        client.put(key, b"garbage")
+
+    def write(log: EventLog, number: int) -> None:
+        assert client.txn((), log.ops([happened(number)], 0, client.get("x").revision)).succeeded
+
+    log = EventLog(client, "/g", "me")
     for number in range(KEPT_EVENTS + 40):
-        assert write(client, log, [happened(number)], b"%d" % number).done
+        write(log, number)
     assert numbers_in(client) == list(range(40, KEPT_EVENTS + 40))
-    other = EventLog(client, "/g", 600, "other")
-    assert write(client, other, [happened(9000)], b"other").done
-    assert len(keys_of(client)) == KEPT_EVENTS, "whoever writes"
-    assert len({kv.lease for kv in keys_of(client)}) == 1
-    log.drop()
-    other.drop()
+    write(EventLog(client, "/g", "other"), 9000)
+    assert numbers_in(client) == [*range(41, KEPT_EVENTS + 40), 9000], "whoever writes"
+    assert {kv.key for kv in keys_of(client)} > garbage - {"/g/events/0"}
 
 
-def test_garbage_among_the_events_is_left_alone_and_stops_nothing(client: MemoryClient) -> None:
-    for at in range(KEPT_EVENTS):
-        client.put(f"/g/events/zzz{at}", b"garbage")
-    client.put("/g/events/0", b"garbage")
-    log = EventLog(client, "/g", 600, "me")
-    for number in range(KEPT_EVENTS + 5):
-        assert write(client, log, [happened(number)], b"%d" % number).done
-    assert sum(event_revision(kv.key) is not None for kv in keys_of(client)) == KEPT_EVENTS
-    log.drop()
-
-
-def test_a_history_whose_lease_is_gone_goes_on_under_another(client: MemoryClient) -> None:
-    log = EventLog(client, "/g", 600, "me")
-    assert write(client, log, [happened(1)], b"1").done
-    client.revoke(keys_of(client)[0].lease)
-    assert write(client, log, [happened(2)], b"2").done, "decided all the same"
-    assert write(client, log, [happened(3)], b"3").done
-    assert numbers_in(client) == [2, 3], "what was decided meanwhile is told a moment later"
-    log.drop()
-
-
-def test_a_lease_that_is_too_short_is_not_gone_on_with(client: MemoryClient) -> None:
-    """It may be a member's, or that of a run with another `history_ttl`."""
-    short = client.grant(5).id
-    client.put("/g/events/0000000000000001-x-000000", b"garbage", short)
-    log = EventLog(client, "/g", 600, "me")
-    assert write(client, log, [happened(1)], b"1").done
-    assert {kv.lease for kv in keys_of(client)} > {short}
-    log.drop()
-
-
-def test_a_decision_of_somebody_else_leaves_no_event(client: MemoryClient) -> None:
-    log = EventLog(client, "/g", 600, "me")
-    client.put("/g/decided", b"theirs")
-    stale = log.send(
-        log.writes([happened(1)], 0),
-        [happened(1)],
-        lambda more: write_once(client, Put("/g/decided", b"x"), None, also=more),
-    )
-    assert not stale.done
-    assert write(client, log, [happened(2)], b"2").done
-    assert numbers_in(client) == [2]
-    log.drop()
-
-
-def test_after_a_refusal_nothing_is_tried_for_a_while() -> None:
-    def scenario(world: World) -> None:
-        door = Refuses(world.etcd.client(), "leases")
-        log = EventLog(door, "/g", HISTORY_TTL, "me")
-        for number in range(5):
-            assert write(door, log, [happened(number)], b"%d" % number).done
-        assert door.refused == 1
-        world.sleep(OFF + 1)
-        door._how = ""
-        assert write(door, log, [happened(5)], b"5").done
-        past = read_history(
-            (kv.key, kv.value, kv.mod_revision) for kv in world.observer.range(Get(events_span("/g"))).kvs
-        )
-        assert [one.event.number for one in past] == [0, 1, 2, 3, 4, 5], "what happened meanwhile is told then"
-        log.drop()
-
-    play(scenario, 0)
-
-
-def test_a_lease_that_nothing_was_written_under_is_given_back(client: MemoryClient) -> None:
-    log = EventLog(client, "/g", 600, "me")
-    lease = log._take_lease()
-    log.drop()
-    with pytest.raises(LeaseLost):
-        client.renew(lease)
-
-
-def test_a_restored_etcd_counts_anew_and_the_history_goes_on(client: MemoryClient) -> None:
-    """Its revisions are lower than those in keys that are there."""
-    client.put("/g/events/00000000ffffffff-x-000000", b"garbage", 0)
-    log = EventLog(client, "/g", 600, "me")
-    for number in range(KEPT_EVENTS + 5):
-        assert write(client, log, [happened(number)], b"%d" % number).done
-    assert numbers_in(client) == list(range(5, KEPT_EVENTS + 5))
-    assert client.txn((), [Delete(Span("/g/", is_prefix=True))]).succeeded
-    log.drop()
-
-
-def decided_by(client: MemoryClient, log: EventLog, decision: Publish[bytes]) -> list[list[Op]]:
+def decided_by(client: MemoryClient, decision: Publish[bytes]) -> list[list[Op]]:
     """The transactions in which this is decided."""
     sent: list[list[Op]] = []
 
@@ -845,7 +650,7 @@ def decided_by(client: MemoryClient, log: EventLog, decision: Publish[bytes]) ->
             return super().txn(compares, success, *more, **rest)
 
     record = DecidedRecord(
-        Counting(client), "/g", 60, lambda mirror, posted: None, lambda kv, roster: None, history=log
+        Counting(client), "/g", 60, lambda mirror, posted: None, lambda kv, roster: None, writer="me"
     )
     record.mirror.begin(10)
     record.mirror.adopt(client.range(Get(Span("/g/decided"))))
@@ -862,7 +667,7 @@ def test_a_record_is_not_replaced_that_only_has_the_known_ones_revision() -> Non
         client.put("/g/decided", b"first")
         backup = etcd.snapshot()
         client.put("/g/decided", b"lost")
-        record = DecidedRecord(client, "/g", 60, lambda mirror, posted: None, lambda kv, roster: None)
+        record = DecidedRecord(client, "/g", 60, lambda mirror, posted: None, lambda kv, roster: None, writer="me")
         record.mirror.begin(10)
         record.mirror.adopt(client.range(Get(Span("/g/decided"))))
         record.tell()
@@ -878,19 +683,16 @@ def test_a_record_is_not_replaced_that_only_has_the_known_ones_revision() -> Non
 
 
 def test_a_decision_that_fills_a_transaction_is_made_without_its_history(client: MemoryClient) -> None:
-    log, events = EventLog(client, "/g", 600, "me"), [happened(number) for number in range(16)]
+    events = [happened(number) for number in range(16)]
     puts = [(f"/g/more/{at}", b"") for at in range(MOST_OPERATIONS - 10)]
-    (only,) = decided_by(client, log, Publish(b"1", "it is large", puts=puts, events=events))
+    (only,) = decided_by(client, Publish(b"1", "it is large", puts=puts, events=events))
     assert not keys_of(client)
     assert len(only) == len(puts) + 1
-    (second,) = decided_by(client, log, Publish(b"2", "it is small", events=[happened(16)]))
-    assert numbers_in(client) == list(range(17)), "it is told with the next one"
-    assert len(second) == 18
 
 
 def test_what_lies_beside_a_record_goes_before_where_history_takes_its_place(client: MemoryClient) -> None:
-    log, events = EventLog(client, "/g", 600, "me"), [happened(number) for number in range(16)]
+    events = [happened(number) for number in range(16)]
     beside = [(f"/g/rolls/1-me/{at}", b"") for at in range(MOST_OPERATIONS - 10)]
-    sent = decided_by(client, log, Publish(b"1", "a large round", beside=beside, events=events))
+    sent = decided_by(client, Publish(b"1", "a large round", beside=beside, events=events))
     assert len(sent) == 2
     assert numbers_in(client) == list(range(16))

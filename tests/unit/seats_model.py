@@ -23,9 +23,8 @@ from members_model import MemberWorld, Mind, State, changed, is_member, new_name
 from model import LAST_CALL, RETURN, TICK, quick
 
 from ftcoord.core import rendezvous, round_poll
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.rendezvous import REATTACHING
-from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round
+from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round, WorkerFailure
 from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Wait
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from invariants import InvariantBroken, check_round
 
-from ftcoord.core.bystanders import TELL_AFTER, Bystanders
 from ftcoord.core.forming import DRAINED_KEPT
 from ftcoord.core.outlook import Next, Standing
 from ftcoord.core.rendezvous import call_back, decide, drain, outlook, why_not_drained
@@ -95,8 +94,6 @@ def test_one_without_a_seat_calls_nobody_back() -> None:
     assert (now.drained, now.recalled) == (("B",), "")
     members = [ask("A", seated=1), ask("B"), ask("C", seated=1)]
     assert isinstance(decide(situation(members, now), OPTIONS, NOW), Wait)
-    told, _ = Bystanders().look(situation(members, now), NOW + TELL_AFTER)
-    assert told == []
 
 
 @pytest.mark.parametrize("recalled", ["", WHY])

@@ -13,7 +13,6 @@ from held import timers_kv
 from ftcoord.coordination.rank_frames import encode_call, parse_call
 from ftcoord.coordination.ranks import RankRequest
 from ftcoord.core import quorum_records, rendezvous_records, strict
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.heartbeats import Beat, parse_beat
 from ftcoord.core.heartbeats import encode as encode_beat
 from ftcoord.core.quorum_head import encode_quorum, parse_quorum
@@ -22,6 +21,7 @@ from ftcoord.core.rendezvous_records import (
     JoinRequest,
     Round,
     RoundHead,
+    WorkerFailure,
     parse_decided,
     parse_join_request,
 )

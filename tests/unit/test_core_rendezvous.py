@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from invariants import check_round
 
-from ftcoord.core.event_records import WorkerFailure
+from ftcoord.core.history import note_ends
 from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import REATTACHING, RECALL, RULES, SEATS, call_back, close, decide, may_reopen, outlook
 from ftcoord.core.rendezvous_records import (
@@ -27,9 +27,9 @@ from ftcoord.core.rendezvous_records import (
     JoinRequest,
     Round,
     Seat,
+    WorkerFailure,
     head_of,
 )
-from ftcoord.core.round_history import note_ends
 from ftcoord.core.round_poll import vacant
 from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation, limits_of
 from ftcoord.core.seating import FRESH, SAY_AGAIN, SEATING, seating_time, unhurried
@@ -70,13 +70,17 @@ def within(limits: tuple[int, int], record: Any) -> Any:
     return record if record.limits != NO_ROUND.limits else replace(record, min_nodes=limits[0], max_nodes=limits[1])
 
 
+def asks_of(members: Sequence[RoundCandidate]) -> list[tuple[JoinRequest, int]]:
+    return [(one.ask, one.revision) for one in members]
+
+
 def situation(
     members: Sequence[RoundCandidate], changed_at: float, previous: Round | None, limits: tuple[int, int], *more: Any
 ) -> RoundSituation:
     """All that is there, where nothing else is said with these limits."""
     there = [replace(member, ask=within(limits, member.ask)) for member in members]
     previous = previous and within(limits, previous)
-    ends = note_ends({}, previous, there, ()).values() if previous else ()
+    ends = note_ends({}, previous, asks_of(there), ()).values() if previous else ()
     return replace(RoundSituation(there, changed_at, previous, *more), ends=tuple(ends))
 
 
@@ -1089,6 +1093,6 @@ def test_who_failed_first_counts_and_not_who_asked_again_last() -> None:
     victim = JoinRequest("b", "b", 1, 0, "hostb", "n", 2, 3, seated=1, failed=(failure,))
     members = [RoundCandidate("a1", again, 0.0, 40), RoundCandidate("b1", victim, 0.0, 20)]
     ends = note_ends(
-        {}, Round(1, (Seat("a1", "a", "hosta"), Seat("b1", "b", "hostb")), "a", 1, ready=True), members, ()
+        {}, Round(1, (Seat("a1", "a", "hosta"), Seat("b1", "b", "hostb")), "a", 1, ready=True), asks_of(members), ()
     )
     assert {end.node: end.noted for end in ends.values()} == {"a": 10, "b": 20}

@@ -16,8 +16,8 @@ from page_calls import TOKEN, Answer, Clerk, Site, numbers
 from prometheus_client.core import GaugeMetricFamily
 from virtual import MemoryClient, MemoryEtcd
 
-from ftcoord.core import event_records, rendezvous_records
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core import history, rendezvous_records
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import (
     death_key,
     decided_key,
@@ -382,5 +382,5 @@ def test_events_are_sent_again_only_when_there_are_more(site: Site) -> None:
 
 
 def write_event(client: MemoryClient, reason: str) -> None:
-    value = event_records.encode(HistoryEvent("recalled", 1, reason=reason))
+    value = history.encode(HistoryEvent("recalled", 1, reason=reason))
     client.put(event_key(RUN, client.get("x").revision, "w", 0), value)

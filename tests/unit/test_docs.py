@@ -16,10 +16,10 @@ import pytest
 import ftcoord
 from ftcoord import cli, config
 from ftcoord.core.death_records import Death
-from ftcoord.core.event_records import HistoryEvent, WorkerFailure
 from ftcoord.core.heartbeats import Beat
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord
-from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead
+from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead, WorkerFailure
 from ftcoord.core.timers import HeldTimers, Timer
 from ftcoord.rendezvous import settings
 

@@ -125,7 +125,7 @@ def empty() -> Iterator[Etcd]:
 def policies(empty: Etcd) -> list[Any]:
     return [
         RendezvousPolicy(PREFIX, RoundOptions(30.0, 0.1, True), empty, wall_clock=lambda: 0.0),
-        QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 5.0, seen=HighestSeen(), wall_clock=lambda: 0.0),
+        QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), seen=HighestSeen(), wall_clock=lambda: 0.0),
     ]
 
 

@@ -270,7 +270,7 @@ def publishes_a_quorum(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> None:
     records = {one.member: ReplicaRecord(one.request, one.asked, one.after, 0) for one in TWO.members}
     members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
     with invariants.checked():
-        assert isinstance(QuorumPolicy(PREFIX, OPTIONS, 60.0, HighestSeen()).decide(members, "a", 0.0), Publish)
+        assert isinstance(QuorumPolicy(PREFIX, OPTIONS, HighestSeen()).decide(members, "a", 0.0), Publish)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def quorum_number(rogue: int, known: int) -> Verdict[bytes]:
     members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
     seen = HighestSeen()
     seen.highest = Highest(known, known)
-    return QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), 60.0, seen).decide(members, "a", 60.0)
+    return QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), seen).decide(members, "a", 60.0)
 
 
 USES = pytest.mark.parametrize("decide", [round_number, quorum_number])

@@ -59,7 +59,7 @@ KEYS = {
 """By function: a key that it names, or the beginning of those that it names."""
 
 NO_KEYS = {"run_prefix", "quorum_prefix", "encode_key", "decode_key", "member_id", "member_of", "number_of"}
-NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "is_expired_key", "event_revision", "spans_but_history"}
+NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "is_expired_key", "is_event_key"}
 """Functions of `core.layout` that name no key of their own."""
 
 

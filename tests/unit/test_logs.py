@@ -12,8 +12,9 @@ import pytest
 
 from ftcoord.core.rendezvous_records import Round, RoundHead, Seat
 from ftcoord.errors import ConfigError, EtcdError
+from ftcoord.escaping import SHOWN, named
 from ftcoord.log_once import LogOnce
-from ftcoord.logs import SHOWN, JsonFormatter, TextFormatter, log_change, named, show_log_lines
+from ftcoord.logs import JsonFormatter, TextFormatter, log_change, show_log_lines
 from ftcoord.rendezvous.logs import round_line
 
 log = logging.getLogger("ftcoord.rendezvous.test")

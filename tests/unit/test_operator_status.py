@@ -14,7 +14,6 @@ from held import TIMER, WORKER, expired_kv, timers_kv
 from ftcoord.commands.output import Terminal, to_json
 from ftcoord.commands.status_watch_history_why import status_lines
 from ftcoord.core import death_records, quorum_head, quorum_records, rendezvous_records
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import (
     death_key,
     decided_key,
@@ -25,10 +24,9 @@ from ftcoord.core.layout import (
     roster_key,
     run_prefix,
 )
-from ftcoord.core.quorum import QuorumOptions
-from ftcoord.core.quorum_history import FAILED_COMMITS
+from ftcoord.core.quorum import FAILED_COMMITS, QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
-from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, chunks_of, head_of, roll_id
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, WorkerFailure, chunks_of, head_of, roll_id
 from ftcoord.core.round_situation import RoundOptions
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys

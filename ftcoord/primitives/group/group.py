@@ -24,14 +24,12 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import members_span
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Began, Etcd, Get, KeyValue, exists
+from ftcoord.etcd.api import Began, Etcd, Get, KeyValue
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
 from ftcoord.primitives.group.decider import Decider
-from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.group.member_key import MemberKey, MemberLost
 from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.policy import Policy
@@ -68,7 +66,6 @@ class Group:
         failed: called with the error, on the group's thread, when that thread ends by one. This member is deaf then, so
             its session must end.
         has_roster: whether the decided record has a second key, see `Use.has_roster`. The listener gets that too.
-        history_ttl: seconds that the history of decisions outlives the last decider; 0 for a group without one.
     """
 
     def __init__(
@@ -82,16 +79,14 @@ class Group:
         *,
         failed: Callable[[BaseException], None] = lambda error: None,
         has_roster: bool = False,
-        history_ttl: int = 0,
     ) -> None:
         members = members_span(prefix)
         self._failed = failed  # never changes
         self._member_key = MemberKey(etcd, prefix, session)  # has a lock of its own
         self._inbox: concurrency.Queue[Task] = concurrency.inbox()
         # Only the thread, once it runs; before, the thread that enters:
-        history = EventLog(etcd, prefix, history_ttl, self._member_key.id) if history_ttl else None
         self._record = DecidedRecord(
-            etcd, prefix, record_ttl, self._post, listener, has_roster=has_roster, history=history
+            etcd, prefix, record_ttl, self._post, listener, writer=self._member_key.id, has_roster=has_roster
         )
         self._succession = Succession(etcd, prefix, self._member_key, self._post)
         self._members = MembersView(etcd, members, self._post)
@@ -182,11 +177,6 @@ class Group:
         """Have this member's key put back if it is gone, though its lease is not."""
         self._inbox.put(self._doubt_key)
 
-    def note(self, event: HistoryEvent) -> None:
-        """Have an event that is no decision in the history: the decider writes it at once, and any other member with
-        the first of its own decisions."""
-        self._inbox.put(lambda: self._note(event))
-
     def close(self) -> None:
         """Stop taking part, without waiting for a call under way. The member's key stays until the session ends."""
         self._closing = True
@@ -207,10 +197,6 @@ class Group:
         self._succession.begin(tail)
         self._put_off_check()
         self._thread.start()
-
-    def _note(self, event: HistoryEvent) -> None:
-        guards = (exists(self._member_key.key),) if self._succession.is_first else None
-        self._record.note([event], guards)
 
     def _doubt_key(self) -> None:
         self._member_key.doubted = True
@@ -326,7 +312,7 @@ class Group:
             self._members.open()
         elif self._members.mirror is not None:
             self._members.close()
-            self._record.rest()
+            self._record.drop_lease()
 
 
 def _wake() -> None:

@@ -13,9 +13,8 @@ from typing import Any, Final
 from virtual.backend import Snapshot
 
 from ftcoord import errors as ftcoord_errors
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, members_span, roster_key, tail_key
-from ftcoord.core.rendezvous_records import JoinRequest, parse_join_request
+from ftcoord.core.rendezvous_records import JoinRequest, WorkerFailure, parse_join_request
 from ftcoord.etcd.api import Get, Put, Span
 from ftcoord.operator.orders import drain
 from simulator.oracles import GARBAGE, is_member_key, require

@@ -14,12 +14,12 @@ from ftcoord.commands.output import Terminal, to_json
 from ftcoord.commands.status_watch_history_why import history_lines, why_lines
 from ftcoord.core import death_records, rendezvous_records
 from ftcoord.core.death_records import Death
-from ftcoord.core.event_records import HistoryEvent, WorkerFailure, encode
+from ftcoord.core.history import NOT_ASKING, HistoryEvent, encode
 from ftcoord.core.layout import death_key, decided_key, event_key, member_id
-from ftcoord.core.rendezvous_records import Round
+from ftcoord.core.rendezvous_records import Round, WorkerFailure
 from ftcoord.etcd.api import KeyValue
+from ftcoord.operator.history import explain, tell_history
 from ftcoord.operator.job_keys import GroupKeys
-from ftcoord.operator.past import explain, tell_ended, tell_history
 from ftcoord.operator.told import Explanation, JobStatus, MissingReplica, NextDecision, QuorumStatus, ReplicaStatus
 
 RAISED = WorkerFailure(90, 5, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", "Traceback ...")
@@ -106,52 +106,6 @@ def test_what_workers_do_while_they_are_stopped_is_not_to_blame() -> None:
     assert found.first is None
 
 
-FIRST_LIFE = (
-    replace(DECIDED, number=1),
-    replace(STARTED, number=1),
-    ended("died", "hostZ", "hostZ was killed by signal 9 (SIGKILL)", 0, number=1),
-    recalled("hostZ was killed", 1),
-    replace(DECIDED, number=2),
-    HistoryEvent("closed", 2, reason="failed: hostZ failed"),
-)
-
-
-def test_a_run_whose_id_was_used_before_is_not_blamed_on_the_last_one() -> None:
-    again = replace(DECIDED, number=1, by="b"), replace(STARTED, number=1, by="b"), recalled("hostD waits to join", 1)
-    found = why(running(2, "hostA"), *FIRST_LIFE, *again)
-    assert found.first is None
-    assert found.happened == "Round 1 ended: hostD waits to join."
-    assert "Round 2 followed" not in found.lost
-    then = ended("died", "hostB", "hostB was killed by signal 11 (SIGSEGV)", 0, number=1)
-    found = why(running(2, "hostA"), *FIRST_LIFE, *again[:2], then, recalled("hostB was killed", 1))
-    assert found.first is not None
-    assert found.first.who == "hostB"
-
-
-def test_a_run_that_waits_for_its_first_round_is_not_blamed_on_the_last_one() -> None:
-    waiting = replace(told_of(rounds=GroupKeys(RUN, None, below_members=nodes(ask("hostA")))), revision=200)
-    found = why(waiting, *FIRST_LIFE)
-    assert (found.happened, found.first, found.lost) == ("", None, "")
-    assert found.now.startswith("Now it is forming: 1 of at least 2 nodes")
-
-
-def test_a_decision_that_is_newer_than_the_status_is_no_other_run_s() -> None:
-    found = why(
-        replace(running(7, "hostA"), revision=102), DECIDED, STARTED, recalled("x", 7), replace(DECIDED, number=8)
-    )
-    assert found.happened == "Round 7 ended: x."
-
-
-def test_a_job_whose_replicas_keep_their_ids_is_not_blamed_on_the_last_one() -> None:
-    def life(cause: str) -> tuple[HistoryEvent, ...]:
-        decided = HistoryEvent("quorum", 1, reason="2 replicas", by=cause)
-        return decided, ended("died", "r0", cause, 0, number=1)
-
-    found = explain(told_of(), (), events(*life("r0 was killed"), *life("r0 was evicted"), prefix=QUORUM))
-    assert found.first is not None
-    assert found.first.reason == "r0 was evicted"
-
-
 def test_a_run_that_was_started_again_is_not_over() -> None:
     closed, again = HistoryEvent("closed", 7, reason="failed: hostB failed"), replace(DECIDED, number=8, reason="x")
     found = why(running(8, "hostA"), DECIDED, STARTED, failed("hostB", RAISED, 0), closed, again)
@@ -186,13 +140,11 @@ def test_a_run_that_finished_names_the_crashes_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("told", ["hostB failed", "hostB failed; first cause: hostB: worker 90 (rank 5, local rank 1)"])
-def test_a_run_that_failed_is_explained_when_all_else_has_expired(told: str) -> None:
+def test_a_run_that_failed_is_explained(told: str) -> None:
     closed = HistoryEvent("closed", 7, reason=f"failed: {told}")
-    found = why(told_of(), DECIDED, STARTED, failed("hostB", RAISED, 0), recalled("hostB: ..."), closed)
-    assert not found.healthy
+    found = why(running(7, "hostA"), DECIDED, STARTED, failed("hostB", RAISED, 0), recalled("hostB: ..."), closed)
     assert found.happened.startswith("The run is over")
     assert "hostB: worker 90 (rank 5, local rank 1) raised ValueError" in found.happened
-    assert found.now == "Nothing is left of it but its history."
 
 
 @pytest.mark.parametrize(
@@ -233,22 +185,16 @@ def test_nodes_that_are_missing_are_to_be_started() -> None:
 
 
 def test_a_run_that_waits_since_a_node_contradicts_it_names_that_one() -> None:
-    """Also when the refused node has gone, or another one had died before."""
-    record = Round(0, (), "", 0, (), 2, 2)
-    decided = KeyValue(decided_key(RUN), rendezvous_records.encode(record), 1, 1, 1, 1)
-    status = told_of(rounds=GroupKeys(RUN, decided, below_members=nodes(ask("hostA", max_nodes=2))))
-    refused = "hostB was refused: its --nnodes is 3, this run's is 2"
-    event = HistoryEvent("refused", 0, "hostB", "nodeB", refused)
-    answer = f"{refused}. Give all nodes the same --nnodes, or that one another --rdzv-id."
-    assert why(status, HistoryEvent("limits", 0, reason="x"), event).do == answer
-    later = Round(7, seats("hostA", "hostB"), "10.0.0.1", 29500, (), 2, 4, ready=True, recalled="hostB died")
-    decided = KeyValue(decided_key(RUN), rendezvous_records.encode(later), 1, 1, 1, 1)
-    waiting = told_of(rounds=GroupKeys(RUN, decided, below_members=nodes(ask("hostA", after=7))))
-    died = ended("died", "hostB", "hostB was killed by signal 9 (SIGKILL)", 0)
-    past = DECIDED, STARTED, died, recalled("hostB was killed")
-    assert why(waiting, *past, replace(event, number=7)).do == answer
-    assert "dmesg" in why(waiting, replace(event, number=7), *past).do, "what came before the last round is over"
-    assert "dmesg" in why(running(8, "hostA"), *past, replace(event, number=7)).do, "and a running one needs nobody"
+    """Also when another one had died before."""
+    refused = "host of hostB is refused, since its --nnodes contradicts this run's. Give all nodes the same"
+    for record in (Round(0, (), "", 0, (), 2, 2), Round(7, seats("hostA"), "1", 1, (), 2, 2, ready=True, recalled="x")):
+        decided = KeyValue(decided_key(RUN), rendezvous_records.encode(record), 1, 1, 1, 1)
+        there = nodes(ask("hostA", after=record.number, max_nodes=2), ask("hostB", after=record.number))
+        status = told_of(rounds=GroupKeys(RUN, decided, below_members=there))
+        died = ended("died", "hostC", "hostC was killed by signal 9 (SIGKILL)", 0)
+        assert why(status).do.startswith(refused)
+        assert why(status, DECIDED, STARTED, died, recalled("hostC was killed")).do.startswith(refused)
+    assert "dmesg" in why(running(8, "hostA"), DECIDED, STARTED, died, recalled("hostC was killed")).do
 
 
 def test_of_quorums_the_last_that_lost_members_is_told() -> None:
@@ -273,6 +219,63 @@ def test_of_quorums_the_last_that_lost_members_is_told() -> None:
     )
     found = explain(replace(told_of(), quorum=status), (), events(*past, prefix=QUORUM))
     assert found.now == "Now it is training: quorum 4 has 2 replicas; x; gone: a: killed; b."
+
+
+def missing(*gone: MissingReplica, live: Sequence[ReplicaStatus] = ()) -> JobStatus:
+    status = QuorumStatus("idle", False, 3, 3, 2, 7, 0.0, 2, NextDecision("wait", "x"), tuple(live), gone)
+    return replace(told_of(), quorum=status, revision=200)
+
+
+def death(member: str, cause: str, revision: int) -> KeyValue:
+    return KeyValue(death_key(QUORUM, member), death_records.encode(Death(cause, 0)), revision, revision, 1, 9)
+
+
+def test_replicas_that_no_decision_tells_of_are_named() -> None:
+    """Too few are left for another quorum."""
+    decided = HistoryEvent("quorum", 3, reason="3 replicas")
+    gone = missing(MissingReplica(0, "b", "1", "killed"), MissingReplica(1, "c", "2", "killed, too"))
+    deaths = death("1", "killed", 150), death("2", "killed, too", 140)
+    found = explain(gone, (), events(decided, prefix=QUORUM), deaths)
+    assert found.happened == "Quorum 3 lost members. It began with this: c: killed, too."
+    assert (found.followed, found.first and found.first.revision) == (1, 140)
+    found = explain(missing(MissingReplica(0, "b", "1", "")), (), events(decided, prefix=QUORUM))
+    assert found.first is not None
+    assert (found.first.kind, found.first.number, found.first.revision) == ("lost", 3, 200)
+
+
+def test_a_replica_that_the_others_went_on_without_is_told_as_it_is_known_now() -> None:
+    """It stood still, or its host was lost, and its lease ended later."""
+    word = f"a left ({NOT_ASKING})"
+    past = (
+        HistoryEvent("quorum", 3, reason="3 replicas"),
+        HistoryEvent("left", 3, "a", "a", word, member="1"),
+        HistoryEvent("quorum", 4, reason="2 replicas; without a"),
+    )
+
+    def told(live: Sequence[ReplicaStatus], *deaths: KeyValue) -> tuple[str, str]:
+        found = explain(missing(live=live), (), events(*past, prefix=QUORUM), deaths)
+        assert found.first is not None
+        assert found.lost.startswith("Quorum 4 followed")
+        return found.first.kind, found.first.reason
+
+    there = ReplicaStatus(None, "a", "1", "idle", 4, 0, 0, False, 1, "", 1)
+    assert told([there]) == ("left", word)
+    assert told([]) == ("lost", "a is gone (its lease ended, or it left)")
+    assert told([], death("1", "its host went down", 150)) == ("died", "a: its host went down")
+
+
+def test_a_death_is_not_blamed_on_one_of_which_the_replica_came_back_since() -> None:
+    """Its quorum kept its id."""
+    decided = HistoryEvent("quorum", 3, reason="3 replicas")
+    deaths = [
+        HistoryEvent("died", 3, name, name, f"{name}: killed", noted=at, member=name) for at, name in enumerate("bc")
+    ]
+    found = explain(told_of(), (), events(decided, *deaths, prefix=QUORUM))
+    assert found.first is not None
+    assert (found.first.who, found.followed) == ("c", 0)
+    found = explain(missing(MissingReplica(0, "d", "1", "")), (), events(decided, *deaths, prefix=QUORUM))
+    assert found.first is not None
+    assert found.first.who == "d"
 
 
 def test_a_replica_that_was_killed_by_hand_is_told_as_such() -> None:
@@ -302,36 +305,6 @@ def test_history_is_in_etcds_order_over_both_groups() -> None:
         (100, "quorums", "quorum"),
         (101, "rendezvous", "started"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("found", "state", "note"),
-    [
-        ((DECIDED, HistoryEvent("closed", 7, reason="finished: hostA finished")), "finished", "hostA finished"),
-        (
-            (DECIDED, HistoryEvent("closed", 7, reason="failed: hostA failed"), ended("left", "b", "b left", 0)),
-            "failed",
-            "hostA failed",
-        ),
-        ((DECIDED, ended("died", "hostA", "hostA was killed", 0), recalled("x")), "ended", "hostA was killed"),
-        ((HistoryEvent("waiting", 0, reason="hostA waits for a round"),), "ended", "hostA waits for a round"),
-        ((), "other", ""),
-    ],
-)
-def test_the_line_of_a_job_of_which_only_the_history_is_left(
-    found: Sequence[HistoryEvent], state: str, note: str
-) -> None:
-    told = tell_ended("job", events(*found), ())
-    assert (told.state, told.note, told.round) == (state, note, None)
-    told = tell_ended("job", (), events(*found, prefix=QUORUM))
-    assert (told.state, told.note) == (state, note)
-
-
-def test_why_a_job_is_gone_that_never_had_a_round() -> None:
-    nothing = replace(told_of(), exists=False, healthy=False)
-    found = why(nothing, HistoryEvent("waiting", 0, reason="hostA waits for a round"))
-    assert found.happened == "The last that is known of it: hostA waits for a round."
-    assert not found.healthy
 
 
 def lines(found: object, of: object) -> Sequence[str]:
