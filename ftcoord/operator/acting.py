@@ -37,7 +37,7 @@ def evict(etcd: EtcdCalls, member: NamedMember, cause: str, by: str) -> bool:
     cause = f"{who} was {cause}"
     death = Put(death_key(member.prefix, member.id), encode(Death(cause, int(concurrency.wall() * 1000))), grave.id)
     is_there = Compare(member.kv.key, "lease", "=", member.kv.lease)
-    told = ordered(etcd, member.prefix, cause, who, by)
+    told = ordered(etcd, member.prefix, cause, target=who, by=by)
     if not etcd.txn([is_there], [death, *told]).succeeded:
         etcd.revoke(grave.id)
         return False
@@ -62,7 +62,7 @@ def close_run(etcd: EtcdCalls, prefix: str, reason: str, by: str, timeout: float
         over = now.closed
         return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True)
 
-    change_record(etcd, prefix, CLOSED_TTL, end, by, TimeLimit(timeout))
+    change_record(etcd, prefix, CLOSED_TTL, end, by=by, within=TimeLimit(timeout))
     return over
 
 
@@ -89,5 +89,5 @@ def drain_nodes(
         why = why_not_drained(now, asks := leavers())
         return draining(now, asks, reason)
 
-    change_record(etcd, prefix, CLOSED_TTL, change, by, TimeLimit(timeout))
+    change_record(etcd, prefix, CLOSED_TTL, change, by=by, within=TimeLimit(timeout))
     return why

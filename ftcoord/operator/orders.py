@@ -148,7 +148,7 @@ def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: s
 
     try:
         prefix = quorum_prefix(key_prefix, job)
-        told = ordered(etcd, prefix, f"{replica}: {message}", replica, by)
+        told = ordered(etcd, prefix, f"{replica}: {message}", target=replica, by=by)
         order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=told)
     except NotInQuorum:
         raise NothingThere(f"no live replica of {job!r} is called {replica!r}: `ftcoord status` shows them") from None
