@@ -29,7 +29,7 @@ from rdzv_nodes import MakeNodes
 
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import ManagerClient, ManagerServer
-from ftcoord.core.layout import KEY_PREFIX, decided_key, event_key, run_prefix
+from ftcoord.core.layout import KEY_PREFIX, decided_key, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ServerError
 from ftcoord.etcd.client import EtcdClient
@@ -170,12 +170,10 @@ def test_an_etcd_that_is_away_is_told_and_nothing_else(fragile: EtcdServer, capl
         eventually(lambda: scrape(server.url)["ftcoord_etcd_up"] == {(): 1}, "etcd is back")
 
 
-def test_jobs_of_which_only_the_history_is_left_do_not_hide_live_ones(
+def test_jobs_beyond_the_first_are_counted(
     etcd: EtcdServer, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "MOST_RUNS", 2)
-    for job in ("a1", "a2", "a3"):
-        client.put(event_key(run_prefix("/past", job), 1, "w", 0), b"{}")
     for job in ("b1", "b2", "b3"):
         client.put(decided_key(run_prefix("/past", job)), b"{}")
     config = EtcdConfig.load(etcd.get_endpoint(), env={})
