@@ -204,7 +204,7 @@ def quorum_events(
         words: why members that are there, or left, no longer take part, in their own words, by id.
     """
     ends = [
-        replica_end(previous.id, one.member, one.request.replica_id, causes.get(one.member), words.get(one.member))
+        replica_end(previous.id, one.member, one.request.replica_id, causes=causes, words=words)
         for one in gone_seats(previous, new)
         if previous and (one.request.replica_id not in new.names or one.member in causes)
     ]
@@ -225,13 +225,16 @@ def gone_seats(previous: QuorumRecord | None, new: QuorumRecord) -> list[QuorumS
     return [seat for seat in previous.seats if seat.member not in new.seated] if previous else []
 
 
-def replica_end(number: int, member: str, name: str, known: tuple[str, int] | None, word: str | None) -> HistoryEvent:
-    """How a replica's part in this quorum ended, by its known cause of death, or its own word."""
+def replica_end(
+    number: int, member: str, name: str, *, causes: Mapping[str, tuple[str, int]], words: Mapping[str, str]
+) -> HistoryEvent:
+    """How a replica's part in this quorum ended; see `quorum_events`."""
     kind, reason, noted = "lost", f"{name} is gone (its lease ended, or it left)", 0
-    if known is not None:
-        kind, reason, noted = "died", f"{name}: {known[0]}", known[1]
-    elif word is not None:
-        kind, reason = "left", f"{name} left ({word})"
+    if member in causes:
+        cause, noted = causes[member]
+        kind, reason = "died", f"{name}: {cause}"
+    elif member in words:
+        kind, reason = "left", f"{name} left ({words[member]})"
     return HistoryEvent(kind, number, name, name, reason, noted=noted, member=member)
 
 

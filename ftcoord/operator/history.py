@@ -202,7 +202,7 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent], deaths: Mappi
     ends = [_known_now(one, quorum, deaths) for one in past if one.event.is_end and one.revision == at]
     if quorum is not None and quorum.missing:  # no decision tells of these yet
         at = status.revision
-        ends = [_end_of(one.member, one.replica_id, quorum.id, deaths, at) for one in quorum.missing]
+        ends = [_end_of(quorum.id, one.member, one.replica_id, deaths=deaths, noted=at) for one in quorum.missing]
     if not ends:
         return Explanation(FORMAT, status.job, status.healthy, "", None, 0, "", now, "")
     first = in_causal_order(ends)[0]
@@ -229,11 +229,11 @@ def _known_now(one: PastEvent, quorum: QuorumStatus | None, deaths: Mapping[str,
     has_gone = NOT_ASKING in end.reason and end.member not in live
     if end.kind == "died" or not (end.member in deaths or has_gone):
         return end
-    return _end_of(end.member, end.node, end.number, deaths, end.noted)
+    return _end_of(end.number, end.member, end.node, deaths=deaths, noted=end.noted)
 
 
-def _end_of(member: str, name: str, number: int, deaths: Mapping[str, KnownCause], noted: int) -> HistoryEvent:
-    end = replica_end(number, member, name, deaths.get(member), None)
+def _end_of(number: int, member: str, name: str, *, deaths: Mapping[str, KnownCause], noted: int) -> HistoryEvent:
+    end = replica_end(number, member, name, causes=deaths, words={})
     return replace(end, noted=end.noted or noted)
 
 

@@ -153,7 +153,7 @@ def _evict(etcd: EtcdCalls, member: NamedMember, cause: str, by: str) -> bool:
     cause = f"{who} was {cause}"
     death = Put(death_key(member.prefix, member.id), encode(Death(cause, int(concurrency.wall() * 1000))), grave.id)
     is_there = Compare(member.kv.key, "lease", "=", member.kv.lease)
-    if not etcd.txn([is_there], [death, *ordered(etcd, member.prefix, cause, who, by)]).succeeded:
+    if not etcd.txn([is_there], [death, *ordered(etcd, member.prefix, cause, target=who, by=by)]).succeeded:
         etcd.revoke(grave.id)
         return False
     try:
@@ -264,7 +264,7 @@ def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: s
 
     prefix = quorum_prefix(key_prefix, job)
     try:
-        record = ordered(etcd, prefix, f"{replica}: {message}", replica, by)
+        record = ordered(etcd, prefix, f"{replica}: {message}", target=replica, by=by)
         order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=record)
     except NotInQuorum:
         raise NothingThere(f"no live replica of {job!r} is called {replica!r}: `ftcoord status` lists them") from None

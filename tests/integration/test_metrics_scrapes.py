@@ -170,7 +170,7 @@ def test_an_etcd_that_is_away_is_told_and_nothing_else(fragile: EtcdServer, capl
         eventually(lambda: scrape(server.url)["ftcoord_etcd_up"] == {(): 1}, "etcd is back")
 
 
-def test_only_the_first_runs_have_metrics_of_their_own(
+def test_jobs_beyond_the_first_are_counted(
     etcd: EtcdServer, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "MOST_RUNS", 2)

@@ -263,6 +263,24 @@ def test_a_node_that_is_still_there_when_the_lease_ends_says_which_host_was_lost
 
 
 @simulated
+def test_a_host_that_is_lost_long_after_a_round_ended_is_not_to_blame(world: World) -> None:
+    """An exit code alone would give way to it: a lost host is reported late."""
+    group = agents(world, 3, (3, 3))
+    for agent in group:
+        agent.looks_every = 600
+    work_together(world, group)
+    decider, failing, lost = by_age(world, group)
+    fail(failing, EXITED)
+    world.sleep(30)
+    lost.crash()
+    world.sleep(30)
+    found = why(world).first
+    assert found is not None
+    assert (found.kind, found.who) == ("failed", failing.name)
+    end(world, [decider, failing])
+
+
+@simulated
 def test_whoever_closes_a_run_names_what_nobody_has_written_yet(world: World) -> None:
     """The decider's host is lost, and would else have told of the worker that failed first."""
     group = agents(world, 3, (3, 3), ROLLS)
