@@ -64,15 +64,15 @@ def _dashboard(options: argparse.Namespace) -> int:
 
 
 def page_serving() -> ModuleType:
-    """`ftcoord.dashboard.serving`. Raises FtcoordError without the extra that it needs."""
+    """`ftcoord.dashboard.server`. Raises FtcoordError without the extra that it needs."""
     try:
-        from ftcoord.dashboard import serving
+        from ftcoord.dashboard import server
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in PACKAGES:
             raise
         raise FtcoordError(f"the page needs {package}: pip install starlette uvicorn") from None
-    return serving
+    return server
 
 
 def about_page(config: EtcdConfig, key_prefix: str) -> dict[str, Any]:

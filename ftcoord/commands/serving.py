@@ -35,7 +35,7 @@ from ftcoord.metrics.exporter import (
 from ftcoord.metrics.process import prometheus
 
 if TYPE_CHECKING:
-    from ftcoord.dashboard.serving import PageServer
+    from ftcoord.dashboard.server import PageServer
     from ftcoord.embedded.server import EtcdServer
 
 

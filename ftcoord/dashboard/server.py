@@ -1,60 +1,40 @@
-"""Runs the dashboard's server."""
+"""Runs the dashboard's server, and bounds its connections.
+
+uvicorn limits neither how many connections there are, nor how long it waits for a request, or for its answer to be
+read: whoever connects and says nothing would take descriptors of this process until none are left. In a gateway they
+are also those by which it serves its managers.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import uvicorn
-from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
-from ftcoord.config import EtcdConfig
-from ftcoord.dashboard.acts import PageActor
-from ftcoord.dashboard.app import make_app
-from ftcoord.dashboard.board import Board, LeaseBook
-from ftcoord.dashboard.connections import BoundedProtocol
+from ftcoord.dashboard.app import Page, make_app
+from ftcoord.dashboard.feeds import MOST_VIEWERS, SHARE, Board, LeaseBook
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.metrics.exporter import Collect
-from ftcoord.operator.status import Rules
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+from ftcoord.operator.metrics import RunsCollector
 
 END_TIMEOUT: Final = 2
 """Seconds that answers in progress may take when the server ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """What the dashboard shows, where it is served, and who may do what there.
-
-    Args:
-        etcd, key_prefix: where the jobs are.
-        rules: the rules to judge them by.
-        listen: the host and port; port 0 for a free one.
-        about: what the dashboard says about itself.
-        host_names: host names accepted in the Host header, besides addresses and localhost; in lower case.
-        who: as whom it acts.
-        token: the token for orders; empty for a read-only dashboard.
-        gateway_job: the only job that it shows; empty for all jobs.
-    """
-
-    etcd: EtcdConfig
-    key_prefix: str
-    rules: Rules
-    listen: tuple[str, int]
-    about: Mapping[str, Any]
-    host_names: Collection[str]
-    who: str
-    token: str
-    gateway_job: str = ""
+MOST_CONNECTIONS: Final = MOST_VIEWERS + 100
+"""At a time. One that comes when there are as many is closed unheard."""
+MOST_OF_ADDRESS: Final = MOST_CONNECTIONS // SHARE
+"""Of them from one address: behind a proxy all viewers have one."""
+UNREAD_TIMEOUT: Final = 30.0
+"""Seconds that a peer may read so little that nothing more can be written to it."""
+HEADERS_TIMEOUT: Final = 20.0
+"""Seconds that a connection has for the headers of its next request, from its beginning or from the last answer."""
 
 
 def serve(page: Page, ready: Callable[[str], None]) -> None:
@@ -134,8 +114,9 @@ def _made(page: Page) -> Iterator[tuple[_Server, socket.socket, str]]:
         EtcdClient(page.etcd) as client,
         Board(client, page.key_prefix, page.rules) as board,
     ):
+        collect = RunsCollector(page.etcd, page.key_prefix).collect
         config = uvicorn.Config(
-            _app(page, client, board, LeaseBook(client)),
+            make_app(page, client, board, LeaseBook(client), collect),
             http=BoundedProtocol,
             log_level="critical",
             access_log=False,
@@ -146,30 +127,66 @@ def _made(page: Page) -> Iterator[tuple[_Server, socket.socket, str]]:
         yield _Server(config), listener, f"http://{host}:{listener.getsockname()[1]}"
 
 
-def _app(page: Page, client: EtcdClient, board: Board, leases: LeaseBook) -> ASGIApp:
-    actor = PageActor(client, page.key_prefix, page.who, page.etcd.request_timeout) if page.token else None
-    names = {*page.host_names, page.listen[0].lower()}
-    collect = None if page.gateway_job else _runs(page.etcd, page.key_prefix)
-    return make_app(board, leases, page.about, collect, names, actor=actor, token=page.token, only=page.gateway_job)
-
-
-def _runs(etcd: EtcdConfig, key_prefix: str) -> Collect:
-    """The metrics of all runs. Serving them needs prometheus_client, which their users must have installed."""
-    made = list[Collect]()
-
-    def collect() -> Iterable[Metric]:
-        from ftcoord.operator.metrics import RunsCollector
-
-        if not made:
-            made.append(RunsCollector(etcd, key_prefix).collect)
-        return made[0]()
-
-    return collect
-
-
 def _listening(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
         return socket.create_server((host.strip("[]"), port), family=family)
     except OSError as error:
         raise ServerError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's HTTP, on a connection that ends when nothing is asked on it. For the thread of the event loop."""
+
+    _silence: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        their = sum(_address_of(one) == _address_of(self) for one in self.connections)
+        if len(self.connections) > MOST_CONNECTIONS or their > MOST_OF_ADDRESS:
+            transport.abort()
+        else:
+            self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self._stop_unread()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_unread()
+        # Not `close`, which waits until all is read.
+        self._unread = self.loop.call_later(UNREAD_TIMEOUT, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_unread()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_request()
+
+    def _await_request(self) -> None:
+        self._stop_waiting()
+        self._silence = self.loop.call_later(HEADERS_TIMEOUT, self._end_if_silent)
+
+    def _stop_waiting(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _end_if_silent(self) -> None:
+        """uvicorn's own timer of idle connections ends with the first byte, though no request may follow."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+
+
+def _address_of(one: object) -> str:
+    """The address of a connection; empty if it is unknown."""
+    client: tuple[str, int] | None = getattr(one, "client", None)
+    return client[0] if client else ""
