@@ -19,7 +19,7 @@ from ftcoord.core.layout import members_span, run_prefix
 from ftcoord.dashboard.app import Page, make_app
 from ftcoord.dashboard.feeds import Board, LeaseBook
 from ftcoord.etcd.api import Get
-from ftcoord.metrics.exporter import Collect
+from ftcoord.metrics.process import Collect
 from ftcoord.operator.status import Rules
 
 TOKEN = "0123456789abcdef"

@@ -35,8 +35,8 @@ from ftcoord.errors import (
     ThreadNotStarted,
 )
 from ftcoord.etcd.api import Etcd
-from ftcoord.metrics.exporter import Collect, exposed
-from ftcoord.metrics.http import is_allowed_host
+from ftcoord.metrics.exporter import is_allowed_host
+from ftcoord.metrics.process import Collect, exposed
 from ftcoord.operator import orders
 from ftcoord.operator.status import Rules, members_of, with_leases
 from ftcoord.operator.told import Done, JobStatus, plain

@@ -4,20 +4,22 @@ needed."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Final
-
-from prometheus_client.core import GaugeMetricFamily, Metric
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.log_once import LogOnce
+from ftcoord.metrics.process import RUN, prometheus
 from ftcoord.operator.listing import live_job_ids
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +28,14 @@ MOST_RUNS: Final = 200
 WAITING: Final = ("waiting", "spare")
 """The standings of nodes that have no seat and want one."""
 
-ONE_ETCD: Final = (
-    ("ftcoord_etcd_up", "Whether etcd answered this scrape. If not, nothing is told of runs."),
+OF_ETCD: Final = (
+    ("ftcoord_etcd_up", "Whether etcd answered this scrape. If not, there are no metrics of runs."),
     ("ftcoord_runs", "Runs and jobs that have keys in etcd, besides a history."),
-    ("ftcoord_runs_untold", f"Those beyond the first {MOST_RUNS}, of which nothing else is told."),
+    ("ftcoord_runs_not_exported", f"Those beyond the first {MOST_RUNS}, which have no other metrics."),
 )
 OF_RUN: Final = (
-    ("ftcoord_run_healthy", "Whether nothing of the run needs anybody, as `ftcoord status` says."),
-    ("ftcoord_run_unreadable_keys", "Keys of the run that hold what this ftcoord cannot read."),
+    ("ftcoord_run_healthy", "Whether nothing of the run needs attention, as in `ftcoord status`."),
+    ("ftcoord_run_unreadable_keys", "Keys of the run whose values this ftcoord cannot read."),
 )
 OF_ROUNDS: Final = (
     ("ftcoord_run_round", "The number of the last round."),
@@ -69,30 +71,29 @@ class RunsCollector:
         self._problem = LogOnce(log)
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics; if etcd does not answer, only that. Takes a few request timeouts at most."""
+        """All metrics; if etcd does not answer, only that. Takes a few request timeouts at most. Raises ServerError
+        without prometheus_client."""
         try:
             with EtcdClient(self._config) as etcd:
                 ids = list(live_job_ids(etcd, self._key_prefix))
-                told = [tell_job(read_job(etcd, self._key_prefix, id_), Rules()) for id_ in ids[:MOST_RUNS]]
+                found = [tell_job(read_job(etcd, self._key_prefix, id_), Rules()) for id_ in ids[:MOST_RUNS]]
         except EtcdError as error:
             with self._lock:
-                self._problem.say(f"etcd cannot be read, so nothing is told of runs: {error}")
-            return [_single(ONE_ETCD[0], 0)]
+                self._problem.say(f"cannot read etcd, so only ftcoord_etcd_up is exported: {error}")
+            return _gauges(OF_ETCD[:1], {(): (0,)})
         with self._lock:
             self._problem.forget()
-        singles = zip(ONE_ETCD, (1, len(ids), len(ids) - len(told)), strict=True)
-        return [*(_single(what, value) for what, value in singles), *families_of(told)]
+        return [*_gauges(OF_ETCD, {(): (1, len(ids), len(ids) - len(found))}), *families_of(found)]
 
 
 def families_of(runs: Iterable[JobStatus]) -> Iterator[Metric]:
     """The metrics of runs."""
-    found = [status for status in runs if status.exists]
-    rounds = [(one.job, one.rounds) for one in found if one.rounds is not None]
-    quorums = [(one.job, one.quorum) for one in found if one.quorum is not None]
-    yield _states(found)
-    yield from _families(OF_RUN, [(one.job, (one.healthy, len(one.unreadable))) for one in found])
-    yield from _families(OF_ROUNDS, [(run, _of_rounds(status)) for run, status in rounds])
-    yield from _families(OF_QUORUM, [(run, _of_quorum(status)) for run, status in quorums])
+    found = [one for one in runs if one.exists]
+    states = {(one.job, *(part.state if part else "" for part in (one.rounds, one.quorum))): (1,) for one in found}
+    yield from _gauges((STATE,), states, ("run", "rounds", "quorum"))
+    yield from _gauges(OF_RUN, {(one.job,): (one.healthy, len(one.unreadable)) for one in found}, RUN)
+    yield from _gauges(OF_ROUNDS, {(one.job,): _of_rounds(one.rounds) for one in found if one.rounds}, RUN)
+    yield from _gauges(OF_QUORUM, {(one.job,): _of_quorum(one.quorum) for one in found if one.quorum}, RUN)
 
 
 def _of_rounds(status: RoundsStatus) -> tuple[float, ...]:
@@ -107,21 +108,13 @@ def _of_quorum(status: QuorumStatus) -> tuple[float, ...]:
     return status.id, status.size, status.created, status.max_step, live, behind, len(status.missing)
 
 
-def _states(found: Iterable[JobStatus]) -> Metric:
-    family = GaugeMetricFamily(*STATE, labels=("run", "rounds", "quorum"))
-    for one in found:
-        states = (part.state if part is not None else "" for part in (one.rounds, one.quorum))
-        family.add_metric((one.job, *states), 1)
-    return family
-
-
-def _families(what: tuple[tuple[str, str], ...], values: list[tuple[str, tuple[float, ...]]]) -> Iterator[Metric]:
+def _gauges(
+    what: Sequence[tuple[str, str]], values: Mapping[tuple[str, ...], tuple[float, ...]], labels: Sequence[str] = ()
+) -> Iterator[Metric]:
+    """Gauges with these names and descriptions, from the values of all of them for each set of labels."""
+    make = prometheus().metrics_core.GaugeMetricFamily
     for place, (name, about) in enumerate(what):
-        family = GaugeMetricFamily(name, about, labels=("run",))
-        for run, numbers in values:
-            family.add_metric((run,), float(numbers[place]))
+        family = make(name, about, labels=labels)
+        for found, numbers in values.items():
+            family.add_metric(found, float(numbers[place]))
         yield family
-
-
-def _single(what: tuple[str, str], value: float) -> Metric:
-    return GaugeMetricFamily(*what, value=value)

@@ -34,9 +34,15 @@ from ftcoord.embedded.server import LOOPBACK, EtcdServer, ReservedPort
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdUnavailable
 from ftcoord.etcd.api import Compare, Get, Put, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.metrics import http
-from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls
-from ftcoord.metrics.http import CONNECTION_TIMEOUT, MOST_SCRAPERS, MOST_THREADS
+from ftcoord.metrics import exporter
+from ftcoord.metrics.exporter import (
+    CONNECTION_TIMEOUT,
+    MOST_SCRAPERS,
+    MOST_THREADS,
+    MetricsAddress,
+    MetricsServer,
+    ServingTls,
+)
 from ftcoord.metrics.process import collect_process
 from ftcoord.operator.member_http import read_numbers
 from ftcoord.primitives.session import Session
@@ -698,7 +704,7 @@ def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authori
 
 @pytest.mark.parametrize("first", [b"", b"GET / HT"])
 def test_a_connection_to_the_metrics_lasts_only_so_long(monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
-    monkeypatch.setattr(http, "CONNECTION_TIMEOUT", 0.2)
+    monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT", 0.2)
     with (
         MetricsServer(MetricsAddress(LOOPBACK, 0), collect_process) as server,
         socket.create_connection((LOOPBACK, urlsplit(server.url).port), DEADLINE) as slow,

@@ -11,7 +11,7 @@ import pytest
 
 from ftcoord.dashboard.app import is_token
 from ftcoord.dashboard.feeds import ROWS, part_of
-from ftcoord.metrics.http import is_allowed_host
+from ftcoord.metrics.exporter import is_allowed_host
 from ftcoord.operator.status import members_of
 from ftcoord.operator.told import (
     FORMAT,

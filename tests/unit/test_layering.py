@@ -27,7 +27,7 @@ FLOORS = (
     "closing log_once python_queue",
     "concurrency",
     "endpoints files fork proc pool",
-    "config job_url metrics.http metrics.process",
+    "config job_url metrics.process",
     "metrics.exporter logs",
     "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values",
     "core.manager_address",
