@@ -38,7 +38,7 @@ from ftcoord.etcd.api import Etcd
 from ftcoord.metrics.exporter import is_allowed_host
 from ftcoord.metrics.process import Collect, exposed
 from ftcoord.operator import orders
-from ftcoord.operator.status import Rules, members_of, with_leases
+from ftcoord.operator.status import Rules
 from ftcoord.operator.told import Done, JobStatus, plain
 
 STATIC: Final = Path(__file__).parent / "static"
@@ -269,7 +269,7 @@ class _Reports(StreamingResponse):
         """On a thread: a job may have ten thousand members, and etcd may be slow to tell their leases."""
         report, counts = part_of(news.report, self._find, self._offset) if news.report else (None, {})
         if isinstance(report, JobStatus) and not news.error:
-            report = with_leases(report, self._leases.of(members_of(report)))
+            report = self._leases.lease(report)
         state = {"connected": not news.error, "error": news.error, "at": concurrency.wall(), "why": news.why}
         return _event("report", {**state, "report": report, "counts": counts})
 

@@ -9,22 +9,18 @@ from __future__ import annotations
 import abc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStarted
-from ftcoord.etcd.api import Etcd, KeyValue
-from ftcoord.operator.following import follow_job
-from ftcoord.operator.job_keys import JobKeys, LeaseTime
+from ftcoord.etcd.api import Etcd
 from ftcoord.operator.past import explain, tell_history
-from ftcoord.operator.reading import ReadsLeases, read_lease
+from ftcoord.operator.reading import JobWatch, ReadsLeases, read_jobs, with_leases
 from ftcoord.operator.status import Rules
-from ftcoord.operator.summary import read_jobs
 from ftcoord.operator.told import JobHistory, JobList, JobStatus, plain
-from ftcoord.operator.watching import JobWatch, TimerLook, newest, probe
 from ftcoord.primitives.step_thread import StepThread
 
 MOST_VIEWERS: Final = 200
@@ -212,50 +208,41 @@ class _JobFeed(Feed):
 
     def __init__(self, etcd: Etcd, key_prefix: str, job: str, rules: Rules) -> None:
         super().__init__(etcd, key_prefix, "ftcoord-job-feed")
-        self._job = job  # never changes
-        # Only the thread:
-        self._watch = JobWatch(job, rules, TimerLook(etcd, key_prefix, job).newest, every_timer=True)
-        self._events: tuple[Sequence[KeyValue], Sequence[KeyValue]] = (), ()
-        self._inbox: concurrency.Queue[JobKeys | BaseException | None] = concurrency.inbox()
-        self._follower = follow_job(etcd, key_prefix, job, self._inbox.put, self._inbox.put, with_history=True)
+        self._watch = JobWatch(etcd, key_prefix, job, rules, every_timer=True, with_history=True)
         try:
             self._thread.start()
         except ThreadNotStarted:
-            self._follower.close()
+            self._watch.close()
             raise
 
     def close(self) -> None:
         super().close()
-        self._follower.close()
+        self._watch.close()
 
     def _step(self) -> None:
-        keys = newest(self._inbox)
+        keys = self._watch.wait()
         if self._thread.closed:
             return
         began = concurrency.now()
         try:
-            has_changed = self._watch.next(keys, self._probe) is not None
+            has_changed = self._watch.take(keys) is not None
         except ClientClosed:
             raise
         except EtcdError as error:  # it never answered yet
             self._publish(Shown(None, str(error)))
             return
-        if keys is not None and keys.rounds.events is not None and keys.quorum.events is not None:
-            self._events = keys.rounds.events, keys.quorum.events
-        if (now := self._watch.last) is not None:
-            history = tell_history(self._job, *self._events)
-            why = explain(now.status, *self._events).text if history.events else ""
+        if (now := self._watch.last) is not None and self._watch.keys is not None:
+            events = self._watch.keys.rounds.events, self._watch.keys.quorum.events
+            history = tell_history(now.job, *events)
+            why = explain(now.status, *events).text if history.events else ""
             if has_changed or self.news is None or (self.news.why, self.news.history) != (why, history):
                 self._publish(Shown(now.status, now.error, why, history))
         if keys is not None:
             self._ending.wait(max(FEED_REST, 2 * (concurrency.now() - began)))
 
-    def _probe(self, lost: bool) -> JobKeys | None:
-        return probe(self._etcd, self._key_prefix, self._job, lost=lost)
-
     def _wake(self) -> None:
         super()._wake()
-        self._inbox.put(None)
+        self._watch.wake()
 
 
 class _JobListFeed(Feed):
@@ -286,25 +273,25 @@ class LeaseBook:
     def __init__(self, etcd: ReadsLeases) -> None:
         self._etcd = etcd  # never changes
         self._lock = concurrency.lock("LeaseBook._lock")  # guards what follows, and is held while etcd is asked
-        self._known: dict[str, tuple[float, LeaseTime | None]] = {}
-        self._rests_until = -math.inf
+        self._known: dict[int, tuple[float, tuple[int, int]]] = {}
+        self._asks_until = self._rests_until = -math.inf
 
-    def of(self, members: list[str]) -> dict[str, LeaseTime]:
-        """The leases of these members, up to `LEASE_AGE` old, without those that are gone, or that etcd did not return
-        in time. An etcd that has just not answered is not asked."""
+    def lease(self, report: JobStatus) -> JobStatus:
+        """The report with its members' leases, up to `LEASE_AGE` old; without those that are gone, or that etcd did not
+        return in time. An etcd that has just not answered is not asked."""
         with self._lock:
             now = concurrency.now()
             self._known = {one: known for one, known in self._known.items() if now - known[0] < LEASE_AGE}
-            if now >= self._rests_until:
-                self._ask((one for one in members if one not in self._known), now)
-            asked = {one: self._known[one][1] for one in members if one in self._known}
-        return {one: lease for one, lease in asked.items() if lease is not None}
+            self._asks_until = now + LEASE_TIMEOUT
+            return with_leases(self, report)
 
-    def _ask(self, members: Iterable[str], now: float) -> None:
-        """With the lock held."""
-        try:
-            for one in members:
-                left = max(now + LEASE_TIMEOUT - concurrency.now(), 0)
-                self._known[one] = now, read_lease(self._etcd, one, left)
-        except EtcdError:  # whoever follows the job says that etcd is away
-            self._rests_until = concurrency.now() + LEASE_AGE
+    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+        """For `with_leases`, with the lock held."""
+        now = concurrency.now()
+        if lease_id not in self._known and now >= self._rests_until:
+            try:
+                left = self._etcd.time_left(lease_id, timeout=max(self._asks_until - now, 0))
+                self._known[lease_id] = now, left
+            except EtcdError:  # the job's feed reports that etcd is away
+                self._rests_until = concurrency.now() + LEASE_AGE
+        return self._known.get(lease_id, (now, (-1, 0)))[1]

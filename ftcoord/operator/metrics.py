@@ -4,8 +4,8 @@ needed."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
@@ -13,8 +13,7 @@ from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.log_once import LogOnce
 from ftcoord.metrics.process import RUN, prometheus
-from ftcoord.operator.listing import live_job_ids
-from ftcoord.operator.reading import read_job
+from ftcoord.operator.reading import live_job_ids, read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
 
@@ -33,28 +32,40 @@ OF_ETCD: Final = (
     ("ftcoord_runs", "Runs and jobs that have keys in etcd, besides a history."),
     ("ftcoord_runs_not_exported", f"Those beyond the first {MOST_RUNS}, which have no other metrics."),
 )
-OF_RUN: Final = (
-    ("ftcoord_run_healthy", "Whether nothing of the run needs attention, as in `ftcoord status`."),
-    ("ftcoord_run_unreadable_keys", "Keys of the run whose values this ftcoord cannot read."),
-)
-OF_ROUNDS: Final = (
-    ("ftcoord_run_round", "The number of the last round."),
-    ("ftcoord_run_round_seats", "How many nodes the last round has."),
-    ("ftcoord_run_round_ready", "Whether all of them took their seats, and the round was not recalled."),
-    ("ftcoord_run_nodes", "Nodes that live."),
-    ("ftcoord_run_nodes_waiting", "Nodes that live and wait for a seat, spares among them."),
-    ("ftcoord_run_nodes_missing", "Nodes that have a seat in the last round and are gone."),
-)
-OF_QUORUM: Final = (
-    ("ftcoord_run_quorum_id", "The id of the last quorum."),
-    ("ftcoord_run_quorum_replicas", "How many replicas the last quorum has."),
-    ("ftcoord_run_quorum_timestamp_seconds", "When it was decided, by the decider's clock, in seconds since 1970."),
-    ("ftcoord_run_max_step", "The highest step in the last quorum."),
-    ("ftcoord_run_replicas", "Replicas that live."),
-    ("ftcoord_run_replicas_behind", "Replicas of the last quorum that are behind its highest step."),
-    ("ftcoord_run_replicas_missing", "Replicas that have a seat in the last quorum and are gone."),
-)
 STATE: Final = ("ftcoord_run_state", "1 for the state of the run's rounds and of its quorums; empty for none.")
+
+
+def _is_ready(rounds: RoundsStatus) -> bool:
+    return rounds.ready and not rounds.recalled and not rounds.closed
+
+
+def _waiting(rounds: RoundsStatus) -> int:
+    return sum(one.standing in WAITING for one in rounds.members)
+
+
+def _behind(quorum: QuorumStatus) -> int:
+    return sum(one.behind > 0 for one in quorum.replicas)
+
+
+OF_RUN: Final[Sequence[tuple[str, str, str, str | Callable[[Any], int]]]] = (
+    ("ftcoord_run_healthy", "Whether the run needs no attention, as in `ftcoord status`.", "", "healthy"),
+    ("ftcoord_run_unreadable_keys", "Keys of the run that this ftcoord cannot read.", "", "unreadable"),
+    ("ftcoord_run_round", "The number of the last round.", "rounds", "number"),
+    ("ftcoord_run_round_seats", "How many nodes the last round has.", "rounds", "size"),
+    ("ftcoord_run_round_ready", "Whether all took their seats, and it was not recalled.", "rounds", _is_ready),
+    ("ftcoord_run_nodes", "Nodes that live.", "rounds", "members"),
+    ("ftcoord_run_nodes_waiting", "Nodes that live and wait for a seat, with spares.", "rounds", _waiting),
+    ("ftcoord_run_nodes_missing", "Nodes that have a seat in the last round and are gone.", "rounds", "missing"),
+    ("ftcoord_run_quorum_id", "The id of the last quorum.", "quorum", "id"),
+    ("ftcoord_run_quorum_replicas", "How many replicas the last quorum has.", "quorum", "size"),
+    ("ftcoord_run_quorum_timestamp_seconds", "When it was decided, by the decider's clock.", "quorum", "created"),
+    ("ftcoord_run_max_step", "The highest step in the last quorum.", "quorum", "max_step"),
+    ("ftcoord_run_replicas", "Replicas that live.", "quorum", "replicas"),
+    ("ftcoord_run_replicas_behind", "Replicas of the last quorum that are behind its step.", "quorum", _behind),
+    ("ftcoord_run_replicas_missing", "Replicas that have a seat in it and are gone.", "quorum", "missing"),
+)
+"""The name; what it is; the part of the status that it is of, empty for the whole; and the field there (a list's
+length), or what counts it."""
 
 
 class RunsCollector:
@@ -80,41 +91,30 @@ class RunsCollector:
         except EtcdError as error:
             with self._lock:
                 self._problem.say(f"cannot read etcd, so only ftcoord_etcd_up is exported: {error}")
-            return _gauges(OF_ETCD[:1], {(): (0,)})
+            return [_gauge(*OF_ETCD[0], {(): 0})]
         with self._lock:
             self._problem.forget()
-        return [*_gauges(OF_ETCD, {(): (1, len(ids), len(ids) - len(found))}), *families_of(found)]
+        numbers = zip(OF_ETCD, (1, len(ids), len(ids) - len(found)), strict=True)
+        return [*(_gauge(*what, {(): value}) for what, value in numbers), *families_of(found)]
 
 
 def families_of(runs: Iterable[JobStatus]) -> Iterator[Metric]:
     """The metrics of runs."""
     found = [one for one in runs if one.exists]
-    states = {(one.job, *(part.state if part else "" for part in (one.rounds, one.quorum))): (1,) for one in found}
-    yield from _gauges((STATE,), states, ("run", "rounds", "quorum"))
-    yield from _gauges(OF_RUN, {(one.job,): (one.healthy, len(one.unreadable)) for one in found}, RUN)
-    yield from _gauges(OF_ROUNDS, {(one.job,): _of_rounds(one.rounds) for one in found if one.rounds}, RUN)
-    yield from _gauges(OF_QUORUM, {(one.job,): _of_quorum(one.quorum) for one in found if one.quorum}, RUN)
+    states = {(one.job, *(part.state if part else "" for part in (one.rounds, one.quorum))): 1.0 for one in found}
+    yield _gauge(*STATE, states, ("run", "rounds", "quorum"))
+    for name, about, part, value in OF_RUN:
+        numbers = dict[tuple[str, ...], float]()
+        for one in found:
+            if (of := getattr(one, part) if part else one) is not None:
+                number = value(of) if callable(value) else getattr(of, value)
+                numbers[one.job,] = float(len(number) if isinstance(number, tuple) else number)
+        yield _gauge(name, about, numbers, RUN)
 
 
-def _of_rounds(status: RoundsStatus) -> tuple[float, ...]:
-    ready = status.ready and not status.recalled and not status.closed
-    waiting = sum(one.standing in WAITING for one in status.members)
-    return status.number, status.size, ready, len(status.members), waiting, len(status.missing)
-
-
-def _of_quorum(status: QuorumStatus) -> tuple[float, ...]:
-    behind = sum(one.behind > 0 for one in status.replicas)
-    live = len(status.replicas)
-    return status.id, status.size, status.created, status.max_step, live, behind, len(status.missing)
-
-
-def _gauges(
-    what: Sequence[tuple[str, str]], values: Mapping[tuple[str, ...], tuple[float, ...]], labels: Sequence[str] = ()
-) -> Iterator[Metric]:
-    """Gauges with these names and descriptions, from the values of all of them for each set of labels."""
-    make = prometheus().metrics_core.GaugeMetricFamily
-    for place, (name, about) in enumerate(what):
-        family = make(name, about, labels=labels)
-        for found, numbers in values.items():
-            family.add_metric(found, float(numbers[place]))
-        yield family
+def _gauge(name: str, about: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Metric:
+    """A gauge with these values, by those of its labels."""
+    family: Metric = prometheus().metrics_core.GaugeMetricFamily(name, about, labels=labels)
+    for found, value in values.items():
+        family.add_sample(name, dict(zip(labels, found, strict=True)), value)
+    return family

@@ -15,7 +15,7 @@ import pytest
 from helpers import DEADLINE, eventually
 
 import ftcoord
-from ftcoord.commands import serving
+from ftcoord.commands import demo_server
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd import release
 from ftcoord.etcd.client import EtcdClient
@@ -64,7 +64,7 @@ def test_server_says_itself_that_its_etcd_is_old(
 ) -> None:
     """Clients do not say it of an etcd that ftcoord started."""
     monkeypatch.setattr(release, "FLOORS", dict.fromkeys(itertools.product((3, 4), range(20)), floor))
-    serving._advise(etcd)
+    demo_server.advise(etcd)
     told = capsys.readouterr().out
     assert told.partition("; ")[2] == (
         "it has known lease and watch bugs, so use 99 or newer for real training runs\n" * (floor == (99,))

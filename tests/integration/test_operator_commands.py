@@ -361,8 +361,8 @@ def test_the_doctor_does_what_agents_do(
     shown = capsys.readouterr().out
     broken = {one["about"]: one["found"] for one in json.loads(shown)["findings"] if one["level"] == "problem"}
     assert broken == {
-        "lease": "not one is renewed: context canceled",
-        "watch": "not one is confirmed: etcd has not answered for 1 s",
+        "lease": "none was renewed: context canceled",
+        "watch": "none was confirmed: etcd has not answered for 1 s",
     }
 
 

@@ -44,7 +44,7 @@ from ftcoord.metrics.exporter import (
     ServingTls,
 )
 from ftcoord.metrics.process import collect_process
-from ftcoord.operator.member_http import read_numbers
+from ftcoord.operator.doctor import read_metrics
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2
@@ -184,7 +184,7 @@ def test_a_certificate_has_the_name_of_a_host_without_its_last_dot(
     config = EtcdConfig.load(url(secure, host="localhost."), env={}, **tls)
     with EtcdClient(config) as client:
         assert client.put(prefix, b"").succeeded
-    assert read_numbers(config.endpoints[0], config.tls, DEADLINE) is not None
+    assert read_metrics(config.endpoints[0], config.tls, DEADLINE) is not None
 
 
 WANTED = "it wants a client certificate that it trusts: set FTCOORD_CERT and FTCOORD_KEY"

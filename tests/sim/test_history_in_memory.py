@@ -39,8 +39,7 @@ from ftcoord.core.rendezvous_records import FAILED, ROLLS, Round, RoundHead, par
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, RequestRefused
 from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Lease, Op, Put, TxnResult
-from ftcoord.operator.acting import close_run
-from ftcoord.operator.orders import evict_members, find_members
+from ftcoord.operator.orders import close_job, evict_members, find_members
 from ftcoord.operator.past import explain
 from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.status import Rules, tell_job
@@ -419,7 +418,7 @@ def test_what_is_done_by_hand_is_in_the_history_with_who_did_it(world: World) ->
 def test_a_run_without_a_history_gets_none_by_being_closed(world: World) -> None:
     group = [Agent(world, f"node{at}", world.etcd.client(), (2, 2), history_ttl=0) for at in range(2)]
     work_together(world, group)
-    close_run(world.observer, PREFIX, "closed by ann@desk", "ann@desk", 1.0)
+    close_job(world.observer, KEY_PREFIX, "run", reason="closed by ann@desk", by="ann@desk", timeout=1.0)
     end(world, group)
     assert not world.observer.range(Get(events_span(PREFIX))).kvs
 

@@ -32,9 +32,8 @@ from ftcoord.dashboard import app as apps
 from ftcoord.dashboard.feeds import Board
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Get
-from ftcoord.operator.job_keys import LeaseTime
-from ftcoord.operator.reading import read_job
-from ftcoord.operator.status import Rules, members_of, tell_job, with_leases
+from ftcoord.operator.reading import read_job, with_leases
+from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import plain
 
 RUN = run_prefix("/f", "a/b")
@@ -82,9 +81,7 @@ def test_a_job_is_streamed_and_freed_when_its_viewer_goes(site: Site) -> None:
 
 def test_a_report_is_what_the_command_prints(site: Site) -> None:
     (found,) = site.get("/api/job", job="a/b", until=first_report).events("report")
-    status = tell_job(read_job(site.client, "/f", "a/b", with_timers=True), Rules())
-    lease = LeaseTime(7, 10)
-    told = with_leases(status, dict.fromkeys(members_of(status), lease))
+    told = with_leases(Clerk(), tell_job(read_job(site.client, "/f", "a/b", with_timers=True), Rules()))
     assert found["report"] == json.loads(json.dumps(told, default=plain))
 
 

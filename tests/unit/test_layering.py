@@ -119,24 +119,15 @@ FLOORS = (
     "demo.run",
     "demo",
     "operator.told",
-    "operator.told",
     "operator.job_keys",
-    "operator.rounds operator.quorums operator.timers",
-    "operator.status operator.naming operator.findings operator.past",
-    "operator.listing operator.reading operator.member_http operator.noting",
-    "operator.acting operator.following operator.summary operator.watching operator.metrics",
-    "operator.orders",
-    "operator.examining",
+    "operator.status operator.past operator.noting operator.doctor",
+    "operator.reading",
+    "operator.orders operator.metrics",
     "dashboard.feeds",
     "dashboard.app",
     "dashboard.server",
-    "commands.codes commands.output",
+    "commands.output",
     "commands.flags",
-    "commands.completion commands.jobs",
-    "commands.acting commands.doctor commands.explaining commands.listing",
-    "commands.looking",
-    "commands.paging commands.watching",
-    "commands.serving",
     "commands",
     "cli _torchrun",
     "__main__",
@@ -293,24 +284,12 @@ def test_the_core_is_pure() -> None:
     assert offenders(core, lambda module: set(map(part_of, ours[module])) - {"core", "errors"}) == {}
 
 
-TELLING = [
-    f"ftcoord.operator.{name}"
-    for name in (
-        "told",
-        "job_keys",
-        "rounds",
-        "quorums",
-        "timers",
-        "status",
-        "naming",
-        "past",
-    )
-]
+TELLING = [f"ftcoord.operator.{name}" for name in ("told", "job_keys", "status", "past")]
 """What operators are told: as pure as the core, from keys as the API has them."""
 
 
 def test_what_operators_are_told_is_pure() -> None:
-    known = {"ftcoord.etcd.api", "ftcoord.etcd.release", *TELLING}
+    known = {"ftcoord.etcd.api", *TELLING}
     ours = {module: {name for name in imports(module) if name.startswith("ftcoord")} for module in TELLING}
     assert offenders(TELLING, lambda module: tops(imports(module) - ours[module]) - PURE_CORE) == {}
     foreign = {module: {one for one in ours[module] if part_of(one) not in {"core", "errors"}} for module in TELLING}
@@ -330,17 +309,12 @@ def test_commands_load_neither_torch_nor_a_web_framework(command: str) -> None:
     assert done.stderr.splitlines()[-1] == "3"
 
 
-DECISIONS = {"ftcoord.core.rendezvous", "ftcoord.core.quorum"}
-"""What only those commands need that say why there is no next round, or quorum."""
-
-
 @pytest.mark.parametrize(
     ("command", "unneeded"),
     [
-        ("ls", {"ftcoord.commands.looking", "ftcoord.commands.acting"}),
-        ("history", DECISIONS | {"ftcoord.commands.looking", "ftcoord.operator.status"}),
-        ("doctor", DECISIONS | {"ftcoord.operator.acting", "ftcoord.rendezvous"}),
-        ("status", {"ftcoord.commands.explaining", "ftcoord.operator.past", "ftcoord.metrics.exporter"}),
+        ("ls", {"ftcoord.operator.orders", "ftcoord.metrics.exporter"}),
+        ("doctor", {"ftcoord.core.rendezvous", "ftcoord.rendezvous"}),
+        ("status", {"ftcoord.operator.orders", "ftcoord.metrics.exporter"}),
     ],
 )
 def test_a_command_loads_what_it_needs_until_its_first_request(command: str, unneeded: set[str]) -> None:
@@ -359,11 +333,11 @@ def test_a_command_loads_what_it_needs_until_its_first_request(command: str, unn
 
 
 def test_each_command_is_in_the_module_that_is_loaded_for_it() -> None:
-    for family, has in cli.FAMILIES.items():
-        for command in has:
+    for name in cli.FILES:
+        for command in name.split("_"):
             actions = cli._parser(command)._actions
             commands = next(one for one in actions if isinstance(one, argparse._SubParsersAction))
-            assert set(commands.choices) == {*has, "completion"}, family
+            assert set(commands.choices) == {*name.split("_"), "completion"}, name
 
 
 def test_only_etcd_rpc_and_torchfts_protocols_know_grpc() -> None:

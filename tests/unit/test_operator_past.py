@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from test_operator_status import QUORUM, RUN, ask, nodes, seats, told_of
 
-from ftcoord.commands.explaining import _history_lines, why_lines
 from ftcoord.commands.output import Terminal, to_json
+from ftcoord.commands.status_watch_history_why import history_lines, why_lines
 from ftcoord.core import death_records, rendezvous_records
 from ftcoord.core.death_records import Death
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure, encode
@@ -344,14 +344,14 @@ def test_no_text_of_anybody_moves_the_cursor() -> None:
     all_of_it = [HistoryEvent("failed", 7, hostile, hostile, hostile, (worker,)), recalled(hostile)]
     history = tell_history(hostile, events(*all_of_it), ())
     explained = why(running(8, "hostA"), *all_of_it)
-    for line in (*lines(history, _history_lines), *lines(explained, why_lines)):
+    for line in (*lines(history, history_lines), *lines(explained, why_lines)):
         assert line.isascii()
         assert line.isprintable()
     assert to_json(history).isascii()
 
 
 def test_reasons_are_shown_whole() -> None:
-    told = lines(tell_history("job", events(recalled("x" * 300)), ()), _history_lines)
+    told = lines(tell_history("job", events(recalled("x" * 300)), ()), history_lines)
     assert re.search("x{300}", told[1])
 
 

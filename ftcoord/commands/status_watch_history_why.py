@@ -1,0 +1,291 @@
+"""`ftcoord status`, `watch`, `history` and `why`: the state of a job, once or whenever it changes, and its past."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from textwrap import wrap
+from typing import Any, Final
+
+from ftcoord import concurrency
+from ftcoord.commands.flags import ETCD_KEYS, JOB, OUTPUT_FLAGS, RULE_FLAGS, Flag, add_command, client_of, rules_of
+from ftcoord.commands.output import HEALTHY, NOT_DONE, UNREACHABLE, Columns, Terminal, clock, columns, to_line
+from ftcoord.config import switch
+from ftcoord.core.rendezvous_records import FAILED
+from ftcoord.core.round_history import counted, spanned
+from ftcoord.escaping import neutral
+from ftcoord.operator.past import explain, tell_history
+from ftcoord.operator.reading import JobWatch, read_events, read_job, with_leases
+from ftcoord.operator.status import foremost, tell_job
+from ftcoord.operator.told import Explanation, JobHistory, JobStatus, QuorumStatus, RoundsStatus, Watched, no_such_job
+
+ROWS: Final = 50
+"""Rows of a table unless the user asks for all. Only the leases of these members are read, since each takes a
+request."""
+SCREEN: Final = 20
+"""Rows of each table of a watch."""
+LINE_WIDTH: Final = 100
+"""Columns of a paragraph."""
+ALL_FLAG: Final = Flag("--all", "FTCOORD_ALL", "show all members and leases; takes a request per lease", switch, 0)
+_CLEAR: Final = "\x1b[H\x1b[2J"
+_NEXT: Final = {"wait": "waits", "publish": "is due", "withheld": "is withheld"}
+
+
+def add_commands(commands: Any) -> None:
+    add_command(commands, status, JOB, *ETCD_KEYS, *RULE_FLAGS, ALL_FLAG, *OUTPUT_FLAGS)
+    add_command(commands, watch, JOB, *ETCD_KEYS, *RULE_FLAGS, *OUTPUT_FLAGS)
+    add_command(commands, history, JOB, *ETCD_KEYS, *OUTPUT_FLAGS)
+    add_command(commands, why, JOB, *ETCD_KEYS, *RULE_FLAGS, *OUTPUT_FLAGS)
+
+
+# -- status ---------------------------------------------------------------------------------------------------------
+
+
+def status(options: argparse.Namespace) -> int:
+    """Show a job's members, and why there is no next round or quorum.
+
+    Which members are in its round or quorum, missing or waiting, why there is no next one, and which worker holds which
+    expiration timer. Exits with status 0 if the job is healthy.
+    """
+    terminal, rules, rows = Terminal.of(options), rules_of(options), None if options.all else ROWS
+    with client_of(options) as etcd:
+        keys = read_job(etcd, options.key_prefix, options.job, with_timers=True)
+        found = with_leases(etcd, tell_job(keys, rules), rows)
+        lines: Iterable[str] = status_lines(found, terminal, rows)
+        if found.rounds is None and found.quorum is None:  # perhaps its keys have expired, and its history is left
+            past = explain(found, *read_events(etcd, options.key_prefix, options.job))
+            if past.happened:
+                found, lines = replace(found, healthy=past.healthy), why_lines(past, terminal)
+    terminal.show(found, lines)
+    return HEALTHY if found.healthy else NOT_DONE
+
+
+def status_lines(found: JobStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
+    """The status of a job for people, with so many rows in each table."""
+    if not found.exists:
+        yield no_such_job(found.job)
+        return
+    health = terminal.colour(_health(found), "good" if found.healthy else "bad")
+    yield f"{terminal.colour(neutral(found.job), 'bold')}: {health} (revision {found.revision})"
+    if found.rounds is not None:
+        yield from _rounds_lines(found.rounds, terminal, rows)
+    if found.quorum is not None:
+        yield from _quorum_lines(found.quorum, terminal, rows)
+    if found.timers:
+        yield ""
+        now = concurrency.wall()  # they are on their hosts' clocks
+        ends = {"EXPIRES": lambda one: clock(one.until), "LEFT": lambda one: round(one.until - now)}
+        yield from _table(terminal, "timers", {**columns(_TIMERS), **ends, "OF": "after"}, found.timers, rows)
+    if found.rounds is None and found.quorum is None:
+        yield "it has neither a rendezvous nor quorums: only a store, timers or heartbeats"
+    for bad in found.unreadable[:rows]:
+        yield f"{terminal.word('unreadable')}: {neutral(bad.key)}: {neutral(bad.problem)}"
+    yield from _more(len(found.unreadable), rows)
+
+
+def _health(found: JobStatus) -> str:
+    """In a word or two."""
+    is_failed = found.rounds is not None and found.rounds.state == FAILED
+    return "healthy" if found.healthy else "FAILED" if is_failed else "needs a look"
+
+
+_NODES: Final = (
+    "RANK=rank HOST=host NODE=node STANDING=standing LEASE=lease_left OF=lease_ttl MEMBER=member REASON=said"
+)
+_REPLICAS: Final = (
+    "RANK=rank REPLICA=replica_id STANDING=standing STEP=step BEHIND=behind FAILED=commit_failures LEASE=lease_left"
+    " OF=lease_ttl MEMBER=member ADDRESS=address"
+)
+_TIMERS: Final = "RANK=rank HOST=host PID=pid SCOPE=scope STANDING=standing"
+
+
+def _rounds_lines(rounds: RoundsStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
+    limits = spanned((rounds.min_nodes, rounds.max_nodes), "node") if rounds.max_nodes else "no limits are known"
+    last = f"round {rounds.number} with {counted(rounds.size, 'node')}" if rounds.number else "no round yet"
+    yield ""
+    yield f"rendezvous  {terminal.word(rounds.state)}, {last} ({limits})"
+    if rounds.size and not rounds.closed:
+        yield f"bootstrap   {neutral(rounds.address)}:{rounds.port}"
+    for title, text in (("closed", rounds.closed), ("recalled", rounds.recalled), ("before", rounds.before)):
+        if text:
+            yield f"{title:<12}{neutral(text)}"
+    yield _next_line("round", rounds)
+    yield from _table(terminal, "members", _NODES, foremost(rounds.members, rows), rows, of=rounds.members)
+    yield from _table(
+        terminal, "missing", "RANK=rank HOST=host NODE=node MEMBER=member CAUSE=cause", rounds.missing, rows
+    )
+
+
+def _quorum_lines(quorum: QuorumStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
+    yield ""
+    which = f"quorum {quorum.id} with {counted(quorum.size, 'replica')} at step {quorum.max_step}"
+    yield f"quorums     {terminal.word(quorum.state)}, {which} (min_replicas {quorum.min_replicas})"
+    yield _next_line("quorum", quorum)
+    yield from _table(terminal, "replicas", _REPLICAS, foremost(quorum.replicas, rows), rows, of=quorum.replicas)
+    yield from _table(
+        terminal, "missing", "RANK=rank REPLICA=replica_id MEMBER=member CAUSE=cause", quorum.missing, rows
+    )
+
+
+def _next_line(what: str, part: RoundsStatus | QuorumStatus) -> str:
+    decision = part.next
+    rule = f" [{decision.rule}]" if decision.rule else ""
+    return f"next {what:<7}{_NEXT[decision.decision]}: {neutral(decision.reason)}{rule}"
+
+
+def _table(
+    terminal: Terminal, title: str, what: str | Columns, shown: Sequence[Any], rows: int | None, of: Sequence[Any] = ()
+) -> Iterator[str]:
+    """A table of the first rows; if they are some of the members in `of`, with the counts of all standings."""
+    count = len(of or shown)
+    if not count:
+        return
+    standings = Counter(one.standing for one in of).most_common() if len(shown) < len(of) else ()
+    counts = ", ".join(f"{number} {standing}" for standing, number in standings)
+    yield f"{title} ({count}{counts and ': '}{counts}):"
+    yield from (f"  {line}" for line in terminal.table(what, shown[:rows]))
+    yield from _more(count, rows, "  ")
+
+
+def _more(count: int, rows: int | None, indent: str = "") -> Iterator[str]:
+    """Where not all are shown: how many are not."""
+    if rows is not None and count > rows:
+        yield f"{indent}... and {count - rows} more: --all shows them"
+
+
+# -- watch ----------------------------------------------------------------------------------------------------------
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Show the status of a job whenever it changes, until Ctrl-C.
+
+    On a terminal it is one screen, otherwise a line for each change. Reports lost contact with etcd within a few
+    seconds. The exit status is that of the last state shown.
+    """
+    terminal, rules = Terminal.of(options), rules_of(options)
+    with (
+        _no_warnings(),
+        client_of(options) as etcd,
+        JobWatch(etcd, options.key_prefix, options.job, rules, every_timer=terminal.is_live) as following,
+    ):
+        try:
+            while True:
+                if (now := following.next()) is not None:
+                    show_change(now, terminal)
+        except KeyboardInterrupt:
+            last = following.last
+        if last is None or not last.connected:
+            return UNREACHABLE
+        return HEALTHY if last.status.healthy else NOT_DONE
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Keep ftcoord's warnings off the screen, which shows the same facts itself."""
+    package = logging.getLogger("ftcoord")
+    before = package.level
+    package.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        package.setLevel(before)
+
+
+def show_change(now: Watched, terminal: Terminal) -> None:
+    """Show what a watch reports: as a document, on a screen that is drawn again, or in a line."""
+    time = clock(concurrency.wall())
+    if terminal.format != "table":
+        terminal.write(to_line(now, terminal.format))
+        return
+    if not terminal.is_live:
+        terminal.write(f"{time} {neutral(_summary(now))}\n")
+        return
+    lines = [f"{time}  watching; Ctrl-C ends it"]
+    if not now.connected:
+        lost = f"etcd does not answer, and what is below is old: {neutral(now.error)}"
+        lines.append(terminal.colour(lost, "bad"))
+    lines += status_lines(now.status, terminal, SCREEN)
+    terminal.write(_CLEAR + "".join(f"{line}\n" for line in lines))
+
+
+def _summary(now: Watched) -> str:
+    """One line."""
+    if not now.connected:
+        return f"etcd does not answer: {now.error}"
+    if not now.status.exists:
+        return f"revision {now.status.revision}; etcd has no key of this job"
+    return "; ".join((f"revision {now.status.revision}", *_parts(now.status)))
+
+
+def _parts(found: JobStatus) -> Iterator[str]:
+    yield _health(found)
+    if (rounds := found.rounds) is not None:
+        gone = "".join(f", without {one.host}" for one in rounds.missing[:3])
+        leavers = [one.host for one in rounds.members if one.standing == "draining"]
+        going = "".join(f", draining {host}" for host in leavers[:3])
+        last = f"round {rounds.number} of {counted(rounds.size, 'node')}" if rounds.number else "no round yet"
+        yield f"rendezvous {rounds.state}, {last}{gone}{going}"
+        ends = {"closed": rounds.closed, "recalled": rounds.recalled, "the round before ended": rounds.before}
+        yield from (f"{what}: {why}" for what, why in ends.items() if why)
+        yield f"next: {rounds.next.reason}"
+    if (quorum := found.quorum) is not None:
+        gone = "".join(f", without {one.replica_id}" for one in quorum.missing[:3])
+        yield f"quorums {quorum.state}, quorum {quorum.id} of {quorum.size} replicas{gone}"
+        yield f"next: {quorum.next.reason}"
+    for timer in [timer for timer in found.timers if timer.standing != "running"][:3]:
+        yield f"timer {timer.standing}: {timer.scope!r} of {timer.host} (pid {timer.pid})"
+    yield from (f"unreadable: {one.key}" for one in found.unreadable)
+
+
+# -- history and why ------------------------------------------------------------------------------------------------
+
+
+def history(options: argparse.Namespace) -> int:
+    """Show what happened to a job, in etcd's order.
+
+    Rounds and quorums, which members came and went, what failed and why. Exits with status 0 if there is a history.
+    """
+    terminal = Terminal.of(options)
+    with client_of(options) as etcd:
+        found = tell_history(options.job, *read_events(etcd, options.key_prefix, options.job))
+    terminal.show(found, history_lines(found, terminal))
+    return HEALTHY if found.events else NOT_DONE
+
+
+def history_lines(found: JobHistory, terminal: Terminal) -> Iterable[str]:
+    """A history for people."""
+    if not found.events:
+        return [f"etcd has no history of a job {neutral(repr(found.job))}: it never began, or its history_ttl is over"]
+    made: Columns = {
+        "REVISION": "revision",
+        "TIME": lambda one: clock(one.at, "%m-%d %H:%M:%S"),
+        **columns("GROUP=group NUMBER=number EVENT=kind"),
+        "REASON": lambda one: f"{one.who}: {one.reason}" if one.worker is not None else one.reason,
+    }
+    return terminal.table(made, found.events, widest=None)
+
+
+def why(options: argparse.Namespace) -> int:
+    """Explain a job's last interruption: the first cause, what was lost, what to do.
+
+    Explains, in one paragraph, what ended a job's last round or changed its quorum. Exits with status 0 if the job is
+    healthy now, or has finished.
+    """
+    terminal, rules = Terminal.of(options), rules_of(options)
+    with client_of(options) as etcd:
+        found = tell_job(read_job(etcd, options.key_prefix, options.job), rules)
+        past = explain(found, *read_events(etcd, options.key_prefix, options.job))
+    is_known = found.exists or past.happened
+    terminal.show(past, why_lines(past, terminal) if is_known else [no_such_job(options.job)])
+    return HEALTHY if past.healthy else NOT_DONE
+
+
+def why_lines(found: Explanation, terminal: Terminal) -> Iterable[str]:
+    """The explanation for people."""
+    health = terminal.colour("healthy", "good") if found.healthy else terminal.colour("needs a look", "bad")
+    yield f"{terminal.colour(neutral(found.job), 'bold')}: {health}"
+    yield from wrap(neutral(found.text), LINE_WIDTH, break_on_hyphens=False)
