@@ -94,7 +94,13 @@ def dashboard(options: argparse.Namespace) -> int:
     config, rules, listen = etcd_config(options), rules_of(options), listen_address("--listen", options.listen)
     page = _page(options, config, options.key_prefix, rules, listen)
     warn_of(listen[0], "can read the page: it has no login")
-    _serving().serve(page, lambda address: print(f"the page is at {address}; Ctrl-C ends it", flush=True))
+    ended = until_interrupted()
+    with _serving().PageServer(page) as served:
+        print(f"the page is at {served.address}; Ctrl-C ends it", flush=True)
+        while not ended():
+            if served.has_failed:
+                print("ftcoord: the page has failed; start it again", file=sys.stderr)
+                return 1
     return 0
 
 

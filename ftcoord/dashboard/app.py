@@ -220,13 +220,7 @@ class _Reports(StreamingResponse):
     `BoundedProtocol`."""
 
     def __init__(self, board: Board, leases: LeaseBook, job: str | None, *, find: str, offset: int) -> None:
-        self._board, self._leases, self._job, self._find, self._offset = (
-            board,
-            leases,
-            job,
-            find,
-            offset,
-        )  # never change
+        self._board, self._leases, self._job, self._wanted = board, leases, job, (find, offset)  # never change
         self._changed = asyncio.Event()
         super().__init__(self._events(), headers={"x-accel-buffering": "no"}, media_type="text/event-stream")
 
@@ -267,7 +261,7 @@ class _Reports(StreamingResponse):
 
     def _report(self, news: Shown) -> str:
         """On a thread: a job may have ten thousand members, and etcd may be slow to tell their leases."""
-        report, counts = part_of(news.report, self._find, self._offset) if news.report else (None, {})
+        report, counts = part_of(news.report, *self._wanted) if news.report else (None, {})
         if isinstance(report, JobStatus) and not news.error:
             report = self._leases.lease(report)
         state = {"connected": not news.error, "error": news.error, "at": concurrency.wall(), "why": news.why}

@@ -8,9 +8,8 @@ are also those by which it serves its managers.
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
@@ -37,24 +36,8 @@ HEADERS_TIMEOUT: Final = 20.0
 """Seconds that a connection has for the headers of its next request, from its beginning or from the last answer."""
 
 
-def serve(page: Page, ready: Callable[[str], None]) -> None:
-    """Serve the dashboard until SIGINT or SIGTERM, even without etcd. `ready` is called with its address.
-
-    Raises ServerError when it cannot listen there, and ConfigError.
-    """
-    with _made(page) as (server, listener, address):
-
-        def end(*_signal: object) -> None:
-            server.should_exit = True
-
-        for number in (signal.SIGTERM, signal.SIGINT):  # the server ends at either, and then gives it to us again
-            signal.signal(number, end)
-        ready(address)
-        server.run([listener])
-
-
 class PageServer(Closing):
-    """Serves the dashboard on its own thread, until `close()`.
+    """Serves the dashboard on its own thread, until `close()`, even without etcd.
 
     Raises ServerError when it cannot listen or serve there, ThreadNotStarted, and ConfigError.
     """

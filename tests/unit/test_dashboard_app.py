@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from held import timers_kv
 from helpers import DEADLINE
-from page_calls import TOKEN, Answer, Site
+from page_calls import TOKEN, Answer, Clerk, Site
 from prometheus_client.core import GaugeMetricFamily
 from virtual import MemoryClient, MemoryEtcd
 
