@@ -24,7 +24,7 @@ FLOORS = (
     "ftcoord",
     "escaping",
     "errors",
-    "closing log_once python_queue",
+    "closing log_once",
     "concurrency",
     "endpoints files fork proc pool",
     "config job_url metrics.process",
@@ -115,7 +115,7 @@ FLOORS = (
     "coordination",
     "proactive",
     "torchft",
-    "demo.agents demo.train",
+    "demo.train",
     "demo.run",
     "demo",
     "operator.told",
@@ -252,7 +252,6 @@ def test_embedded_etcds_are_for_facades_only() -> None:
 
 OWN_THREADS = {
     "ftcoord.concurrency": "it is the seam",
-    "ftcoord.python_queue": "the seam makes it",
 }
 """Modules that may name Python's threads, locks and clocks, and why."""
 SEAM = {"threading", "queue", "time", "_thread", "sched"}
