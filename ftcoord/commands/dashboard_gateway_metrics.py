@@ -31,7 +31,7 @@ from ftcoord.escaping import HIDDEN
 from ftcoord.files import secret
 from ftcoord.logs import show_if_asked, show_log_lines
 from ftcoord.metrics import exporter
-from ftcoord.metrics.exporter import LOOPBACK, MetricsAddress, MetricsServer, ServingTls, host_names
+from ftcoord.metrics.exporter import LOOPBACK, MetricsAddress, MetricsServer, host_names
 
 if TYPE_CHECKING:
     from ftcoord.dashboard.app import Page
@@ -239,5 +239,5 @@ def metrics(options: argparse.Namespace) -> int:
 
 def _metrics_address(options: argparse.Namespace) -> MetricsAddress:
     """Raises ConfigError."""
-    tls = ServingTls.load(options.metrics_cert, options.metrics_key, options.metrics_client_ca)
+    tls = exporter.serving_tls(options.metrics_cert, options.metrics_key, options.metrics_client_ca)
     return MetricsAddress(options.metrics_host, options.metrics_port, tls, host_names(options.metrics_host_names))

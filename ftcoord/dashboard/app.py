@@ -80,7 +80,7 @@ class Page:
         etcd, key_prefix: where the jobs are.
         rules: the rules to judge them by.
         listen: the host and port; port 0 for a free one.
-        about: what the dashboard says about itself.
+        about: its version, host, key prefix and endpoints, for the page.
         host_names: host names accepted in the Host header, besides addresses and localhost; in lower case.
         who: as whom it acts, such as user@host.
         token: the token for orders; empty for a read-only dashboard.
@@ -192,7 +192,7 @@ def _of_another_job(only: str) -> Response:
 
 
 def _peer_of(request: Request) -> str:
-    """The sender's address, regardless of its headers, which anybody can write. Empty if it is unknown."""
+    """The sender's address, regardless of its headers, which any client can write. Empty if it is unknown."""
     return request.client.host if request.client else ""
 
 
@@ -210,7 +210,7 @@ class _Guarded:
 
         app = self._app
         if scope["type"] == "http" and not is_allowed_host(Request(scope).headers.get("host", ""), self._host_names):
-            text = "This page has another name. FTCOORD_DASHBOARD_HOST_NAMES says by which names it may be called.\n"
+            text = "This page is not served under this name: add it to FTCOORD_DASHBOARD_HOST_NAMES.\n"
             app = PlainTextResponse(text, 421)
         await app(scope, receive, guarded)
 
@@ -260,7 +260,7 @@ class _Reports(StreamingResponse):
                 await self._changed.wait()
 
     def _report(self, news: Shown) -> str:
-        """On a thread: a job may have ten thousand members, and etcd may be slow to tell their leases."""
+        """On a thread: a job may have ten thousand members, and etcd may be slow to return their leases."""
         report, counts = part_of(news.report, *self._wanted) if news.report else (None, {})
         if isinstance(report, JobStatus) and not news.error:
             report = self._leases.lease(report)
@@ -268,8 +268,8 @@ class _Reports(StreamingResponse):
         return _event("report", {**state, "report": report, "counts": counts})
 
 
-def _event(name: str, told: dict[str, Any]) -> str:
-    return f"event: {name}\ndata: {json.dumps(told, default=plain)}\n\n"
+def _event(name: str, data: dict[str, Any]) -> str:
+    return f"event: {name}\ndata: {json.dumps(data, default=plain)}\n\n"
 
 
 # -- orders ---------------------------------------------------------------------------------------------------------
@@ -306,22 +306,22 @@ class PageOrder:
     force: bool
 
 
-def read_order(told: object) -> PageOrder:
+def read_order(given: object) -> PageOrder:
     """Parse an order from JSON. Raises ConfigError."""
-    if not isinstance(told, Mapping):
+    if not isinstance(given, Mapping):
         raise ConfigError("order", "", "give a JSON object")
 
     def word(key: str) -> str:
-        found = full_text(key, told.get(key))
+        found = full_text(key, given.get(key))
         if len(found) > LONGEST_WORD:
             raise ConfigError(key, f"{found[:20]}...", f"give at most {LONGEST_WORD} characters")
         return found
 
-    what = choice("evict", "drain", "close", "kill")("what", told.get("what", ""))
-    force = told.get("force", False)
+    what = choice("evict", "drain", "close", "kill")("what", given.get("what", ""))
+    force = given.get("force", False)
     if not isinstance(force, bool) or (force and what != "drain"):
         raise ConfigError("force", str(force), "give true or false, and true only to drain")
-    name, reason = "" if what == "close" else word("name"), word("reason") if told.get("reason") else ""
+    name, reason = "" if what == "close" else word("name"), word("reason") if given.get("reason") else ""
     return PageOrder(what, word("job"), name, who=word("who"), reason=reason, force=force)
 
 

@@ -1,8 +1,8 @@
 """Runs the dashboard's server, and bounds its connections.
 
 uvicorn limits neither how many connections there are, nor how long it waits for a request, or for its answer to be
-read: whoever connects and says nothing would take descriptors of this process until none are left. In a gateway they
-are also those by which it serves its managers.
+read: clients that connect and send nothing would take descriptors of this process until none are left. In a gateway
+they are also those by which it serves its managers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ftcoord.operator.metrics import RunsCollector
 END_TIMEOUT: Final = 2
 """Seconds that answers in progress may take when the server ends."""
 MOST_CONNECTIONS: Final = MOST_VIEWERS + 100
-"""At a time. One that comes when there are as many is closed unheard."""
+"""At a time. One that comes when there are as many is closed at once."""
 MOST_OF_ADDRESS: Final = MOST_CONNECTIONS // SHARE
 """Of them from one address: behind a proxy all viewers have one."""
 UNREAD_TIMEOUT: Final = 30.0
@@ -68,7 +68,7 @@ class PageServer(Closing):
 
 
 class _Server(uvicorn.Server):
-    """One that says when it serves."""
+    """One that sets an event when it serves."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -82,7 +82,10 @@ class _Server(uvicorn.Server):
     def run_on_thread(self, listener: socket.socket) -> None:
         try:
             self.run([listener])
-        except (OSError, SystemExit) as error:  # no descriptors; uvicorn's exit, which would end this thread unheard
+        except (
+            OSError,
+            SystemExit,
+        ) as error:  # no descriptors; uvicorn's exit, which would end this thread without a log line
             self.error = str(error)
         finally:
             self.settled.set()
@@ -104,7 +107,7 @@ def _made(page: Page) -> Iterator[tuple[_Server, socket.socket, str]]:
             log_level="critical",
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # else whoever calls from this machine says from where orders come
+            proxy_headers=False,  # else a client on this machine could choose the address that orders seem to come from
             timeout_graceful_shutdown=END_TIMEOUT,
         )
         yield _Server(config), listener, f"http://{host}:{listener.getsockname()[1]}"

@@ -36,9 +36,9 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 STALL_TIMEOUT: Final = 180.0
 """Seconds without progress until the demo gives up: a slow machine takes long to import torch four times."""
 REPORT_INTERVAL: Final = 10.0
-"""Seconds between two lines that say what the demo waits for."""
+"""Seconds between two lines about what the demo waits for."""
 LOG_TAIL: Final = 50
-"""Lines of an agent's log that a failure shows: torchrun writes forty after the one that says why."""
+"""Lines of an agent's log that a failure shows: torchrun writes forty after the one with the cause."""
 PHASE_STEPS: Final = 60
 """Training steps to see between two events."""
 PR_SET_CHILD_SUBREAPER: Final = 36

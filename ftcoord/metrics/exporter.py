@@ -6,6 +6,7 @@ handshake slowly delay all others. So its handler runs on a server that has thes
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import math
@@ -45,7 +46,9 @@ MOST_THREADS: Final = 2 * MOST_SCRAPERS
 CONNECTION_TIMEOUT: Final = 30.0
 """Seconds that a connection may last in all: the TLS handshake, its one request, and the answer."""
 TURN: Final = 0.5
-"""Seconds between two looks for connections that have lasted too long."""
+"""Seconds between two looks for connections that have lasted too long, and after a connection that found no free
+descriptor."""
+NO_DESCRIPTORS: Final = {errno.EMFILE, errno.ENFILE}
 
 port_number = whole(0, 65535, "; 0 takes a free one")
 """A parser for ports to listen on."""
@@ -64,27 +67,26 @@ def host_names(listed: str) -> tuple[str, ...]:
     return tuple(name.strip().lower() for name in listed.split(",") if name.strip())
 
 
-@dataclass(frozen=True, slots=True)
-class ServingTls:
-    """PEM files. With `client_ca`, only clients with a certificate of that authority are served."""
-
-    cert: str
-    key: str
-    client_ca: str | None = None
-
-    @classmethod
-    def load(cls, cert: str | None, key: str | None, client_ca: str | None) -> ServingTls | None:
-        """The TLS settings; None if no file is given. Raises ConfigError, also for a file that cannot be read."""
-        if not (cert or key or client_ca):
-            return None
-        if not cert or not key:
-            missing = KEY_VARIABLE if cert else CERT_VARIABLE
-            raise ConfigError(missing, None, "TLS needs a certificate and its key: give both, or neither of them")
-        files.pem(CERT_VARIABLE, cert, files.CERTIFICATE)
-        files.pem(KEY_VARIABLE, key, files.PRIVATE_KEY)
-        if client_ca:
-            files.pem(CLIENT_CA_VARIABLE, client_ca, files.CERTIFICATE)
-        return cls(cert, key, client_ca or None)
+def serving_tls(cert: str | None, key: str | None, client_ca: str | None) -> ssl.SSLContext | None:
+    """TLS from PEM files; None if none is given. With `client_ca`, only clients with a certificate of that authority
+    are served. Raises ConfigError, also for a file that cannot be read."""
+    if not (cert or key or client_ca):
+        return None
+    if not cert or not key:
+        missing = KEY_VARIABLE if cert else CERT_VARIABLE
+        raise ConfigError(missing, None, "TLS needs a certificate and its key: give both, or neither of them")
+    files.pem(CERT_VARIABLE, cert, files.CERTIFICATE)
+    files.pem(KEY_VARIABLE, key, files.PRIVATE_KEY)
+    if client_ca:
+        files.pem(CLIENT_CA_VARIABLE, client_ca, files.CERTIFICATE)
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=client_ca or None)
+        context.load_cert_chain(cert, key)
+    except OSError as error:  # ssl.SSLError too
+        raise ConfigError(CERT_VARIABLE, cert, f"give a certificate, its key and its authority: {error}") from None
+    if client_ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +96,13 @@ class MetricsAddress:
 
     host: str
     port: int
-    tls: ServingTls | None = None
+    tls: ssl.SSLContext | None = None
     host_names: tuple[str, ...] = ()
 
     @property
     def open_to(self) -> str:
-        """What whoever reaches the address can do."""
-        if self.tls is not None and self.tls.client_ca:
+        """What a client that reaches the address can do."""
+        if self.tls is not None and self.tls.verify_mode == ssl.CERT_REQUIRED:
             return "can read the metrics with a certificate of the clients' authority"
         return "can read the metrics, with the names of runs: they have no login"
 
@@ -115,7 +117,7 @@ class MetricsAddress:
             files_ = (variable(variables, name) for name in (CERT_VARIABLE, KEY_VARIABLE, CLIENT_CA_VARIABLE))
             host = listening_host(HOST_VARIABLE, variable(variables, HOST_VARIABLE) or LOOPBACK)
             names = host_names(variable(variables, HOST_NAMES_VARIABLE))
-            return cls(host, port_number(PORT_VARIABLE, port), ServingTls.load(*files_), names)
+            return cls(host, port_number(PORT_VARIABLE, port), serving_tls(*files_), names)
         except ConfigError as error:
             log.warning("this process serves no metrics, and goes on without: %s", error)
             return None
@@ -155,7 +157,7 @@ class MetricsServer(Closing, socketserver.TCPServer):
 
     def __init__(self, address: MetricsAddress, collect: Collect) -> None:
         prometheus()
-        self.collect = collect  # never changes
+        self.collect, self._tls = collect, address.tls  # never change
         self.names = {address.host.lower(), socket.gethostname().lower(), *address.host_names}  # never change
         self._owner = fork.OwnerProcess("this server belongs to the parent process")
         self._lock = concurrency.lock("MetricsServer._lock")  # guards these two
@@ -163,7 +165,6 @@ class MetricsServer(Closing, socketserver.TCPServer):
         self._silent: dict[Any, None] = {}  # those on which nothing was asked, and that may be ended; oldest first
         with ExitStack() as undo:
             try:
-                self._tls = _context(address.tls) if address.tls else None
                 found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
                 self.address_family = found[0][0]
                 super().__init__(found[0][4][:2], _Handler)  # type: ignore[arg-type]
@@ -200,7 +201,12 @@ class MetricsServer(Closing, socketserver.TCPServer):
                     _end(peer)
 
     def get_request(self) -> tuple[Any, Any]:
-        peer, address = super().get_request()
+        try:
+            peer, address = super().get_request()
+        except OSError as error:
+            if error.errno in NO_DESCRIPTORS:  # the loop would ask again at once
+                concurrency.sleep(TURN)
+            raise
         if self._tls is not None:
             peer = self._tls.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
         return peer, address
@@ -256,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.note_request(self.request)
         if not is_allowed_host(self.headers.get("Host", ""), self.server.names):
-            why = f"this server has another name: list in {HOST_NAMES_VARIABLE} by which names it is called\n"
+            why = f"this name is not served: add it to {HOST_NAMES_VARIABLE}\n"
             self._answer(421, why.encode())
             return
         status, kind = 200, PLAIN
@@ -278,15 +284,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Log no request."""
-
-
-def _context(tls: ServingTls) -> ssl.SSLContext:
-    """Raises OSError."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.client_ca)
-    context.load_cert_chain(tls.cert, tls.key)
-    if tls.client_ca:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def _end(peer: socket.socket) -> None:
@@ -316,7 +313,7 @@ class _Export:
 def serve_process(address: MetricsAddress | None) -> str | None:
     """Serve the metrics of this process at the first address that is given, from now on until it ends.
 
-    Returns where they are served; None if they are not. If they cannot be served, one log line says so.
+    Returns where they are served; None if they are not. If they cannot be served, one line is logged.
     """
     return None if address is None else concurrency.of_process(_Export).serve(address)
 

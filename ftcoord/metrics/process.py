@@ -140,8 +140,8 @@ class _Counting:
         self._turn = concurrency.lock("_Counting._turn")
 
     def count(self, series: Series, labels: tuple[str, ...], what: str, *values: float) -> None:
-        """Make a change now; or leave it to whoever is counting: a signal handler may count in the middle of a count of
-        its own thread, which has locks of prometheus_client that are not reentrant."""
+        """Make a change now; or leave it to the thread that is counting: a signal handler may count in the middle of a
+        count of its own thread, which has locks of prometheus_client that are not reentrant."""
         self._changes.append((series, labels, what, values))
         if self._turn.acquire(blocking=False):
             try:
@@ -150,7 +150,7 @@ class _Counting:
                 self._turn.release()
 
     def collect(self) -> Iterable[Metric]:
-        with self._turn:  # what was left to somebody who was just done
+        with self._turn:  # what was left to a thread that had just finished
             self._make_changes()
         found: Iterable[Metric] = self.registry.collect()
         return found

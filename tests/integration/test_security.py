@@ -41,7 +41,7 @@ from ftcoord.metrics.exporter import (
     MOST_THREADS,
     MetricsAddress,
     MetricsServer,
-    ServingTls,
+    serving_tls,
 )
 from ftcoord.metrics.process import collect_process
 from ftcoord.operator.doctor import read_metrics
@@ -668,7 +668,7 @@ def test_commands_take_tls_and_a_login_as_all_else_does(
 
 def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority, node: Issued) -> None:
     served = authority.issue("metrics", "IP:127.0.0.1")
-    tls = ServingTls.load(served.cert, served.key, authority.cert)
+    tls = serving_tls(served.cert, served.key, authority.cert)
     context = ssl.create_default_context(cafile=authority.cert)
     with MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process) as server:
         assert server.url.startswith("https://")
@@ -682,7 +682,7 @@ def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority,
 @pytest.mark.parametrize("secure", [True, False])
 def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authority, secure: bool) -> None:
     served = authority.issue("metrics", "IP:127.0.0.1")
-    tls = ServingTls.load(served.cert, served.key, None) if secure else None
+    tls = serving_tls(served.cert, served.key, None) if secure else None
     context = ssl.create_default_context(cafile=authority.cert)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process))

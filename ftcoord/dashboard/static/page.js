@@ -10,9 +10,9 @@ const MOODS = {
 const main = document.getElementById("main");
 const job = new URLSearchParams(location.search).get("job");
 const look = { find: "", offset: 0 };
-let source = null, told = null, past = { history: { events: [] }, total: 0 }, heardAt = 0, about = {};
+let source = null, latest = null, past = { history: { events: [] }, total: 0 }, receivedAt = 0, about = {};
 
-// Others' text may hold characters that nobody sees, or that reorder what stands around them. They are shown by number.
+// Others' text may hold invisible characters, or some that reorder their neighbours. They are shown by number.
 function visible(text) {
   return String(text).replace(/[^\P{C}\n\t]|[\p{Zl}\p{Zp}]/gu, (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
 }
@@ -79,7 +79,7 @@ function counted(states) {
 // How many rows there are: of how many found where something is searched.
 const size = (count) => `(${look.find ? `${count.found} of ` : ""}${count.total})`;
 
-// The one input is kept through all drawing, so that whoever types in it is not disturbed.
+// The one input is kept through all drawing, so that typing in it is not disturbed.
 let typing = null;
 const search = make("input", {
   type: "search", placeholder: "find", "aria-label": "find", id: "find",
@@ -254,7 +254,7 @@ function pastCard() {
   if (!events.length) return null;
   const more = past.total > events.length ? `, the newest ${events.length} of ${past.total}` : "";
   return make("section", { class: "card" }, make("h2", {}, `What happened${more}`),
-    make("p", { class: "next", id: "why" }, told.why), table(eventColumns, events));
+    make("p", { class: "next", id: "why" }, latest.why), table(eventColumns, events));
 }
 
 function drawJob({ report, counts }) {
@@ -281,53 +281,53 @@ function drawJob({ report, counts }) {
 
 function draw() {
   const link = document.getElementById("link"), lost = document.getElementById("lost");
-  const silent = heardAt && Date.now() - heardAt > STALE_AFTER;
-  const state = silent ? "lost" : source === null || !told ? "opening" : told.connected ? "live" : "lost";
+  const silent = receivedAt && Date.now() - receivedAt > STALE_AFTER;
+  const state = silent ? "lost" : source === null || !latest ? "opening" : latest.connected ? "live" : "lost";
   document.body.dataset.link = state;
   link.replaceChildren(word(state));
   // What is old may have been healthy; that does not show that it still is.
-  const health = state !== "live" ? "unknown" : told.report?.healthy ? "healthy" : "needs a look";
+  const health = state !== "live" ? "unknown" : latest.report?.healthy ? "healthy" : "needs a look";
   document.getElementById("health")?.replaceChildren(word(health));
   lost.hidden = state !== "lost";
-  const since = told?.at ? ` What is below was so at ${new Date(told.at * 1000).toLocaleTimeString()}.` : "";
+  const since = latest?.at ? ` The state below is of ${new Date(latest.at * 1000).toLocaleTimeString()}.` : "";
   if (silent) lost.textContent = `The page's own server does not answer.${since}`;
-  else if (state === "lost") lost.textContent = `ETCD IS LOST: ${visible(told.error)}.${told.report ? since : ""}`;
+  else if (state === "lost") lost.textContent = `ETCD IS LOST: ${visible(latest.error)}.${latest.report ? since : ""}`;
 }
 
 function drawPage() {
-  if (told?.report) (job === null ? drawList : drawJob)(told);
+  if (latest?.report) (job === null ? drawList : drawJob)(latest);
   draw();
 }
 
 function open() {
-  if (document.hidden) return; // it is opened again when somebody looks
+  if (document.hidden) return; // it is opened again when the tab is visible again
   const asked = new URLSearchParams(job === null ? look : { ...look, job });
   const before = source, mine = new EventSource(`api/${job === null ? "jobs" : "job"}?${asked}`);
   source = mine;
   const on = (name, use) => mine.addEventListener(name, (event) => {
     before?.close(); // only now, so that the server's watch goes on
     if (mine !== source) return;
-    heardAt = Date.now();
+    receivedAt = Date.now();
     use(JSON.parse(event.data));
     drawPage();
   });
   // While etcd is lost, the last report stays; the time is that of the last one that was true.
-  on("report", (found) => { told = { ...found, at: found.connected ? found.at : told?.at ?? found.at }; });
+  on("report", (found) => { latest = { ...found, at: found.connected ? found.at : latest?.at ?? found.at }; });
   on("history", (found) => { past = found; });
   mine.addEventListener("error", () => {
     if (mine !== source) return;
-    heardAt = heardAt || Date.now();
+    receivedAt = receivedAt || Date.now();
     if (mine.readyState === EventSource.CLOSED) setTimeout(() => { if (mine === source) open(); }, 2000);
   });
 }
 
-// A browser has six connections to a server for all of its tabs, and a stream takes one: a tab that nobody sees has none.
+// A browser has six connections to a server for all of its tabs, and a stream takes one: a hidden tab has none.
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
     source?.close();
     source = null;
-    heardAt = 0;
-    told = null; // what was drawn stays, and is not shown as live
+    receivedAt = 0;
+    latest = null; // what was drawn stays, and is not shown as live
     draw();
   } else if (source === null) {
     open();
