@@ -12,17 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from ftcoord import __version__
-from ftcoord.commands.flags import (
-    ETCD_KEYS,
-    RULE_FLAGS,
-    Flag,
-    add_command,
-    etcd_config,
-    rules_of,
-    until_interrupted,
-    warn_of,
-    who,
-)
+from ftcoord.commands import flags
+from ftcoord.commands.flags import Flag, add_command, warn_of
 from ftcoord.config import EtcdConfig, listen_address, text
 from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.endpoints import Endpoint
@@ -36,14 +27,11 @@ from ftcoord.metrics.exporter import LOOPBACK, MetricsAddress, MetricsServer, ho
 if TYPE_CHECKING:
     from ftcoord.dashboard.app import Page
     from ftcoord.dashboard.server import PageServer
-    from ftcoord.operator.status import Rules
 
 TOKEN, TOKEN_FILE = "FTCOORD_DASHBOARD_TOKEN", "FTCOORD_DASHBOARD_TOKEN_FILE"
 """Environment variables, not flags: `ps` shows command lines to everybody."""
 SHORTEST_TOKEN: Final = 16
 """Characters."""
-PACKAGES: Final = {"anyio", "starlette", "uvicorn"}
-"""What the extra brings."""
 
 _NAMES: Final = "host names accepted in the Host header, such as n1,n2"
 _JOB: Final = "the job's address, such as etcd://h1:2379/job?min_replicas=2"
@@ -70,7 +58,7 @@ def _listen(variable: str, default: str) -> Flag:
 
 def add_commands(commands: Any) -> None:
     listen = _listen("FTCOORD_DASHBOARD_LISTEN", "127.0.0.1:29512")
-    add_command(commands, dashboard, *ETCD_KEYS, *RULE_FLAGS, listen, *PAGE_FLAGS)
+    add_command(commands, dashboard, *flags.ETCD_KEYS, *flags.RULE_FLAGS, listen, *PAGE_FLAGS)
     page_port = "the port for the job's dashboard; 0 for a free one"
     add_command(
         *(commands, gateway, Flag("--etcd", "FTCOORD_GATEWAY_ETCD", _JOB, metavar="ADDRESS")),
@@ -79,7 +67,7 @@ def add_commands(commands: Any) -> None:
         Flag("--page-host", "FTCOORD_GATEWAY_PAGE_HOST", "the address for that dashboard", _HOST, LOOPBACK, "HOST"),
         *PAGE_FLAGS,
     )
-    add_command(commands, metrics, *ETCD_KEYS, _metrics_port(29511), *METRICS_FLAGS)
+    add_command(commands, metrics, *flags.ETCD_KEYS, _metrics_port(29511), *METRICS_FLAGS)
 
 
 # -- dashboard ------------------------------------------------------------------------------------------------------
@@ -91,10 +79,14 @@ def dashboard(options: argparse.Namespace) -> int:
     The page is read-only unless FTCOORD_DASHBOARD_TOKEN or FTCOORD_DASHBOARD_TOKEN_FILE gives a token. Needs the extra
     `dashboard`.
     """
-    config, rules, listen = etcd_config(options), rules_of(options), listen_address("--listen", options.listen)
-    page = _page(options, config, options.key_prefix, rules, listen)
+    etcd, rules, listen = (
+        flags.etcd_config(options),
+        flags.rules_of(options),
+        listen_address("--listen", options.listen),
+    )
+    page = _page(options, etcd, options.key_prefix, rules=rules, listen=listen)
     warn_of(listen[0], "can read the page: it has no login")
-    ended = until_interrupted()
+    ended = flags.until_interrupted()
     with _serving().PageServer(page) as served:
         print(f"the page is at {served.address}; Ctrl-C ends it", flush=True)
         while not ended():
@@ -104,30 +96,12 @@ def dashboard(options: argparse.Namespace) -> int:
     return 0
 
 
-def _page(
-    options: argparse.Namespace,
-    config: EtcdConfig,
-    key_prefix: str,
-    rules: Rules,
-    listen: tuple[str, int],
-    job: str = "",
-) -> Page:
+def _page(options: argparse.Namespace, etcd: EtcdConfig, key_prefix: str, **fields: Any) -> Page:
     """Raises ConfigError, and FtcoordError without the extra that it needs."""
-    token, about = (
-        token_of(os.environ),
-        {"version": __version__, "host": socket.gethostname(), "key_prefix": key_prefix},
-    )
-    page: Page = _serving().Page(
-        etcd=config,
-        key_prefix=key_prefix,
-        rules=rules,
-        listen=listen,
-        about={**about, "endpoints": [str(endpoint) for endpoint in config.endpoints]},
-        host_names=host_names(options.host_names),
-        who=who(),
-        token=token,
-        gateway_job=job,
-    )
+    token, endpoints = token_of(os.environ), [str(endpoint) for endpoint in etcd.endpoints]
+    about = {"version": __version__, "host": socket.gethostname(), "key_prefix": key_prefix, "endpoints": endpoints}
+    fields = {**fields, "about": about, "host_names": host_names(options.host_names), "who": flags.who()}
+    page: Page = _serving().Page(etcd=etcd, key_prefix=key_prefix, token=token, **fields)
     return page
 
 
@@ -137,7 +111,7 @@ def _serving() -> ModuleType:
         from ftcoord.dashboard import server
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in PACKAGES:
+        if package in ("", "ftcoord"):
             raise
         raise FtcoordError(f"the page needs {package}: pip install starlette uvicorn") from None
     return server
@@ -164,7 +138,8 @@ def token_of(env: Mapping[str, str]) -> str:
 def gateway(options: argparse.Namespace) -> int:
     """Serve torchft's lighthouse protocol from etcd until Ctrl-C.
 
-    For replicas that use torchft's own classes. Exits with status 1 if the gateway fails: run it under a supervisor.
+    It is for replicas that use torchft's own classes. Exits with status 1 if the gateway fails: run it under a
+    supervisor.
     """
     from ftcoord.coordination import Gateway
     from ftcoord.coordination.gateway_limits import raise_descriptor_limit
@@ -176,7 +151,7 @@ def gateway(options: argparse.Namespace) -> int:
     page = _gateway_page(options)
     host, _ = listen_address("--listen", options.listen)
     warn_of(host, "can join and stop the job, and have its replicas run code: torchft's protocol has no login")
-    ended = until_interrupted()
+    ended = flags.until_interrupted()
     with Gateway(options.etcd, options.listen) as served, page() as shown:
         print(f"gateway serves on {served.address()}; Ctrl-C ends it", flush=True)
         print(f"TORCHFT_LIGHTHOUSE={served.address()}", flush=True)
@@ -210,7 +185,8 @@ def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextMa
 
     job = parse_address(options.etcd)
     listen = listen_address("--page-host", Endpoint(options.page_host, options.page_port).target)
-    page = _page(options, job.config(), KEY_PREFIX, Rules(quorum=job.options), listen, job.name)
+    rules = Rules(quorum=job.options)
+    page = _page(options, job.config(), KEY_PREFIX, rules=rules, listen=listen, gateway_job=job.name)
     warn_of(listen[0], "can read the page: it has no login")
     server: Callable[[Page], PageServer] = _serving().PageServer
     return lambda: server(page)
@@ -222,14 +198,14 @@ def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextMa
 def metrics(options: argparse.Namespace) -> int:
     """Serve Prometheus metrics for all runs until Ctrl-C.
 
-    They are of all runs on an etcd cluster. Needs the extra `metrics`.
+    Reads the runs on an etcd cluster at each scrape. Needs the extra `metrics`.
     """
-    config, address = etcd_config(options), _metrics_address(options)
+    config, address = flags.etcd_config(options), _metrics_address(options)
     from ftcoord.operator.metrics import RunsCollector
 
     show_log_lines()
     warn_of(address.host, address.open_to)
-    ended = until_interrupted()
+    ended = flags.until_interrupted()
     with MetricsServer(address, RunsCollector(config, options.key_prefix).collect) as server:
         print(f"the metrics of all runs are at {server.url}; Ctrl-C ends it", flush=True)
         while not ended():

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 SIGNAL_INTERVAL: Final = 1.0
 """Seconds that a wait lasts at most. Python runs signal handlers between waits; one may come just before a wait."""
-Parse = Callable[[str, object], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Flag:
     name: str
     variable: str
     help: str
-    parse: Parse = text
+    parse: Callable[[str, object], Any] = text
     default: object = None
     metavar: str = ""
     choices: Sequence[str] = ()

@@ -20,7 +20,7 @@ def add_commands(commands: Any) -> None:
 def ls(options: argparse.Namespace) -> int:
     """List the runs and jobs on an etcd cluster.
 
-    For each that has keys below the key prefix: state, last round and quorum, number of live members; or how a job
+    Lists those that have keys below the key prefix: state, last round and quorum, number of live members; or how a job
     ended, of which only the history is left.
     """
     from ftcoord.operator.reading import read_jobs

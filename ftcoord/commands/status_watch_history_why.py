@@ -28,6 +28,8 @@ ROWS: Final = 50
 request."""
 SCREEN: Final = 20
 """Rows of each table of a watch."""
+NAMED: Final = 10
+"""Members, timers and keys that a line names."""
 LINE_WIDTH: Final = 100
 """Columns of a paragraph."""
 ALL_FLAG: Final = Flag("--all", "FTCOORD_ALL", "show all members and leases; takes a request per lease", switch, 0)
@@ -48,8 +50,8 @@ def add_commands(commands: Any) -> None:
 def status(options: argparse.Namespace) -> int:
     """Show a job's members, and why there is no next round or quorum.
 
-    Which members are in its round or quorum, missing or waiting, why there is no next one, and which worker holds which
-    expiration timer. Exits with status 0 if the job is healthy.
+    Shows which members are in its round or quorum, missing or waiting, why there is no next one, and which worker holds
+    which expiration timer. Exits with status 0 if the job is healthy.
     """
     terminal, rules, rows = Terminal.of(options), rules_of(options), None if options.all else ROWS
     with client_of(options) as etcd:
@@ -71,16 +73,20 @@ def status_lines(found: JobStatus, terminal: Terminal, rows: int | None) -> Iter
         return
     health = terminal.colour(_health(found), "good" if found.healthy else "bad")
     yield f"{terminal.colour(neutral(found.job), 'bold')}: {health} (revision {found.revision})"
-    if found.rounds is not None:
-        yield from _rounds_lines(found.rounds, terminal, rows)
-    if found.quorum is not None:
-        yield from _quorum_lines(found.quorum, terminal, rows)
+    if (rounds := found.rounds) is not None:
+        yield from ("", *_fact_lines(_rounds_facts(rounds), terminal))
+        yield from _table(terminal, "members", _NODES, foremost(rounds.members, rows), rows, of=rounds.members)
+        yield from _table(terminal, "missing", _MISSING_NODES, rounds.missing, rows)
+    if (quorum := found.quorum) is not None:
+        yield from ("", *_fact_lines(_quorum_facts(quorum), terminal))
+        yield from _table(terminal, "replicas", _REPLICAS, foremost(quorum.replicas, rows), rows, of=quorum.replicas)
+        yield from _table(terminal, "missing", _MISSING_REPLICAS, quorum.missing, rows)
     if found.timers:
         yield ""
         now = concurrency.wall()  # they are on their hosts' clocks
         ends = {"EXPIRES": lambda one: clock(one.until), "LEFT": lambda one: round(one.until - now)}
         yield from _table(terminal, "timers", {**columns(_TIMERS), **ends, "OF": "after"}, found.timers, rows)
-    if found.rounds is None and found.quorum is None:
+    if rounds is None and quorum is None:
         yield "it has neither a rendezvous nor quorums: only a store, timers or heartbeats"
     for bad in found.unreadable[:rows]:
         yield f"{terminal.word('unreadable')}: {neutral(bad.key)}: {neutral(bad.problem)}"
@@ -93,48 +99,40 @@ def _health(found: JobStatus) -> str:
     return "healthy" if found.healthy else "FAILED" if is_failed else "needs a look"
 
 
-_NODES: Final = (
-    "RANK=rank HOST=host NODE=node STANDING=standing LEASE=lease_left OF=lease_ttl MEMBER=member REASON=said"
-)
-_REPLICAS: Final = (
-    "RANK=rank REPLICA=replica_id STANDING=standing STEP=step BEHIND=behind FAILED=commit_failures LEASE=lease_left"
-    " OF=lease_ttl MEMBER=member ADDRESS=address"
-)
+_LEASE: Final = "LEASE=lease_left OF=lease_ttl MEMBER=member"
+_NODES: Final = f"RANK=rank HOST=host NODE=node STANDING=standing {_LEASE} REASON=said"
+_MISSING_NODES: Final = "RANK=rank HOST=host NODE=node MEMBER=member CAUSE=cause"
+_STEPS: Final = "STEP=step BEHIND=behind FAILED=commit_failures"
+_REPLICAS: Final = f"RANK=rank REPLICA=replica_id STANDING=standing {_STEPS} {_LEASE} ADDRESS=address"
+_MISSING_REPLICAS: Final = "RANK=rank REPLICA=replica_id MEMBER=member CAUSE=cause"
 _TIMERS: Final = "RANK=rank HOST=host PID=pid SCOPE=scope STANDING=standing"
 
 
-def _rounds_lines(rounds: RoundsStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
+def _rounds_facts(rounds: RoundsStatus) -> Iterator[tuple[str, str, str]]:
+    """Each with its title, a word that has a colour, and the rest."""
     limits = spanned((rounds.min_nodes, rounds.max_nodes), "node") if rounds.max_nodes else "no limits are known"
     last = f"round {rounds.number} with {counted(rounds.size, 'node')}" if rounds.number else "no round yet"
-    yield ""
-    yield f"rendezvous  {terminal.word(rounds.state)}, {last} ({limits})"
+    yield "rendezvous", rounds.state, f", {last} ({limits})"
     if rounds.size and not rounds.closed:
-        yield f"bootstrap   {neutral(rounds.address)}:{rounds.port}"
-    for title, text in (("closed", rounds.closed), ("recalled", rounds.recalled), ("before", rounds.before)):
-        if text:
-            yield f"{title:<12}{neutral(text)}"
-    yield _next_line("round", rounds)
-    yield from _table(terminal, "members", _NODES, foremost(rounds.members, rows), rows, of=rounds.members)
-    yield from _table(
-        terminal, "missing", "RANK=rank HOST=host NODE=node MEMBER=member CAUSE=cause", rounds.missing, rows
-    )
+        yield "bootstrap", "", f"{rounds.address}:{rounds.port}"
+    ends = ("closed", rounds.closed), ("recalled", rounds.recalled), ("before", rounds.before)
+    yield from ((title, "", why) for title, why in ends if why)
+    yield "next round", "", _next(rounds)
 
 
-def _quorum_lines(quorum: QuorumStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
-    yield ""
+def _quorum_facts(quorum: QuorumStatus) -> Iterator[tuple[str, str, str]]:
     which = f"quorum {quorum.id} with {counted(quorum.size, 'replica')} at step {quorum.max_step}"
-    yield f"quorums     {terminal.word(quorum.state)}, {which} (min_replicas {quorum.min_replicas})"
-    yield _next_line("quorum", quorum)
-    yield from _table(terminal, "replicas", _REPLICAS, foremost(quorum.replicas, rows), rows, of=quorum.replicas)
-    yield from _table(
-        terminal, "missing", "RANK=rank REPLICA=replica_id MEMBER=member CAUSE=cause", quorum.missing, rows
-    )
+    yield "quorums", quorum.state, f", {which} (min_replicas {quorum.min_replicas})"
+    yield "next quorum", "", _next(quorum)
 
 
-def _next_line(what: str, part: RoundsStatus | QuorumStatus) -> str:
+def _next(part: RoundsStatus | QuorumStatus) -> str:
     decision = part.next
-    rule = f" [{decision.rule}]" if decision.rule else ""
-    return f"next {what:<7}{_NEXT[decision.decision]}: {neutral(decision.reason)}{rule}"
+    return f"{_NEXT[decision.decision]}: {decision.reason}{decision.rule and f' [{decision.rule}]'}"
+
+
+def _fact_lines(facts: Iterable[tuple[str, str, str]], terminal: Terminal) -> Iterator[str]:
+    yield from (f"{title:<12}{terminal.word(word)}{neutral(text)}" for title, word, text in facts)
 
 
 def _table(
@@ -223,22 +221,19 @@ def _summary(now: Watched) -> str:
 
 def _parts(found: JobStatus) -> Iterator[str]:
     yield _health(found)
+    facts, named = list[tuple[str, str, str]](), list[tuple[str, str]]()
     if (rounds := found.rounds) is not None:
-        gone = "".join(f", without {one.host}" for one in rounds.missing[:3])
-        leavers = [one.host for one in rounds.members if one.standing == "draining"]
-        going = "".join(f", draining {host}" for host in leavers[:3])
-        last = f"round {rounds.number} of {counted(rounds.size, 'node')}" if rounds.number else "no round yet"
-        yield f"rendezvous {rounds.state}, {last}{gone}{going}"
-        ends = {"closed": rounds.closed, "recalled": rounds.recalled, "the round before ended": rounds.before}
-        yield from (f"{what}: {why}" for what, why in ends.items() if why)
-        yield f"next: {rounds.next.reason}"
+        facts += _rounds_facts(rounds)
+        named += [("missing", one.host) for one in rounds.missing]
+        named += [("draining", one.host) for one in rounds.members if one.standing == "draining"]
     if (quorum := found.quorum) is not None:
-        gone = "".join(f", without {one.replica_id}" for one in quorum.missing[:3])
-        yield f"quorums {quorum.state}, quorum {quorum.id} of {quorum.size} replicas{gone}"
-        yield f"next: {quorum.next.reason}"
-    for timer in [timer for timer in found.timers if timer.standing != "running"][:3]:
-        yield f"timer {timer.standing}: {timer.scope!r} of {timer.host} (pid {timer.pid})"
-    yield from (f"unreadable: {one.key}" for one in found.unreadable)
+        facts += _quorum_facts(quorum)
+        named += [("missing", one.replica_id) for one in quorum.missing]
+    expired = [one for one in found.timers if one.standing != "running"]
+    named += [(f"timer {one.standing}", f"{one.scope!r} of {one.host} (pid {one.pid})") for one in expired]
+    named += [("unreadable", one.key) for one in found.unreadable]
+    yield from (f"{title} {word}{text}" for title, word, text in facts)
+    yield from (f"{what}: {name}" for what, name in named[:NAMED])
 
 
 # -- history and why ------------------------------------------------------------------------------------------------
@@ -247,7 +242,8 @@ def _parts(found: JobStatus) -> Iterator[str]:
 def history(options: argparse.Namespace) -> int:
     """Show what happened to a job, in etcd's order.
 
-    Rounds and quorums, which members came and went, what failed and why. Exits with status 0 if there is a history.
+    Shows rounds and quorums, which members came and went, what failed and why. Exits with status 0 if there is a
+    history.
     """
     terminal = Terminal.of(options)
     with client_of(options) as etcd:

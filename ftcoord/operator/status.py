@@ -233,6 +233,9 @@ def _standing_of_node(previous: Round | None, holder: str, ask: JoinRequest, lim
 # -- quorums --------------------------------------------------------------------------------------------------------
 
 
+NO_QUORUM: Final = QuorumRecord(0, 0, (), (), 0.0, "")
+
+
 def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[told.Unreadable]) -> told.QuorumStatus:
     """The state of a job's quorums. Adds the keys that are not counted in it.
 
@@ -253,12 +256,13 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[told.Unre
         fewest = max([options.min_replicas, *(one.min_replicas for _, one in members.live)])
         options = replace(options, min_replicas=fewest)
     unreadable += members.odd
-    profiles = previous.profiles if previous else {}  # those that replicas may have left out
+    quorum = previous or NO_QUORUM
     replicas = [
-        QuorumCandidate.of(member_of(kv.key), one, profiles, NOW, kv.create_revision, *[kv.mod_revision] * 2)
+        # With the profiles that replicas may have left out.
+        QuorumCandidate.of(member_of(kv.key), one, quorum.profiles, NOW, kv.create_revision, *[kv.mod_revision] * 2)
         for kv, one in members.live
     ]
-    statuses, live, fewest = _replicas(previous, replicas), {_name(one) for one in replicas}, options.min_replicas
+    statuses, live, fewest = _replicas(quorum, replicas), {_name(one) for one in replicas}, options.min_replicas
     if next_ is None:
         seen = QuorumSituation(replicas, previous, NOW, unreadable=len(members.unread))
         next_ = _next(quorum_rules.decide(seen, options, NOW))
@@ -266,24 +270,23 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[told.Unre
         if next_.decision == "wait" and (len(live) < fewest or not asking):
             more = f"; start {fewest - len(live)} more" if len(live) < fewest else ""
             next_ = replace(next_, reason=f"{attendance([*asking], len(live), fewest)}{more}")
-    trouble = failing(previous, fewest) if previous else ""
-    gone = [(rank, seat) for rank, seat in enumerate(previous.seats if previous else ()) if _name(seat) not in live]
-    causes = keys.causes()
+    trouble, causes = failing(quorum, fewest), keys.causes()
+    gone = [(rank, seat) for rank, seat in enumerate(quorum.seats) if _name(seat) not in live]
     if state != "unreadable":
         is_asked = any(one.standing in ("asking", "unclear") for one in statuses)
         state = "empty" if not statuses else "forming" if is_asked else "training" if previous else "idle"
     return told.QuorumStatus(
         state=state,
         healthy=next_.decision != "withheld" and len(live) >= max(fewest, 1) and not trouble and not gone,
-        size=len(previous.seats) if previous else 0,
-        max_step=max((seat.request.step for seat in previous.seats), default=0) if previous else 0,
+        size=len(quorum.seats),
+        max_step=max((seat.request.step for seat in quorum.seats), default=0),
         min_replicas=fewest,
         next=replace(next_, reason=_last_death(keys) or "; ".join(filter(None, (next_.reason, trouble)))),
         replicas=statuses,
         missing=tuple(
             told.MissingReplica(rank, _name(seat), seat.member, causes.get(seat.member, "")) for rank, seat in gone
         ),
-        **(_copied(previous, "number", "id", "created") if previous else {"number": 0, "id": 0, "created": 0.0}),
+        **_copied(quorum, "number", "id", "created"),
     )
 
 
@@ -292,16 +295,15 @@ def _name(one: QuorumCandidate | QuorumSeat) -> str:
     return one.request.replica_id
 
 
-def _replicas(previous: QuorumRecord | None, replicas: Sequence[QuorumCandidate]) -> tuple[told.ReplicaStatus, ...]:
-    seats = {_name(seat): (rank, seat.request.step) for rank, seat in enumerate(previous.seats)} if previous else {}
-    sources = heals_from(previous.requests, 0) if previous else {}
-    answered, newest = previous.answered if previous else {}, {_name(one): one.member for one in replicas}
+def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> tuple[told.ReplicaStatus, ...]:
+    seats = {_name(seat): (rank, seat.request.step) for rank, seat in enumerate(quorum.seats)}
+    sources, newest = heals_from(quorum.requests, 0), {_name(one): one.member for one in replicas}
     top, found = max((step for _, step in seats.values()), default=0), []
     for one in replicas:
         is_newest = newest[_name(one)] == one.member
         rank, step = seats.get(_name(one), (None, top)) if is_newest else (None, top)
         standing = "idle" if rank is None else "training"
-        if one.asked > answered.get(one.member, 0):
+        if one.asked > quorum.answered.get(one.member, 0):
             standing = "asking" if one.is_whole else "unclear"
         status = told.ReplicaStatus(
             rank=rank,

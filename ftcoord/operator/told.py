@@ -1,11 +1,11 @@
-"""What operators are shown of jobs: plain values, which are the commands' JSON. docs/cli.md describes each field.
+"""The reports for operators: plain values, which are the commands' JSON. docs/cli.md describes each field.
 
 Fields are only added; removing one, or changing its meaning, needs another `FORMAT`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from ftcoord.core.event_records import WorkerFailure
@@ -419,17 +419,11 @@ class Explanation:
 def no_such_job(job: str) -> str:
     """The text for a job that etcd does not have. Characters that could move a terminal's cursor are escaped."""
     return (
-        f"etcd has no key of a job {job!r}: it never began, or was forgotten; `ftcoord ls` lists all, and"
+        f"etcd has no key of a job {job!r}: it never began, or its keys have expired; `ftcoord ls` lists all, and"
         " `ftcoord history` may know more"
     )
 
 
-_fields: Final[dict[type, tuple[str, ...]]] = {}
-
-
 def plain(told: Any) -> dict[str, Any]:
     """The fields of a value; nested values are unchanged. `json.dumps` takes this as its `default`."""
-    kind = type(told)
-    if kind not in _fields:
-        _fields[kind] = tuple(field.name for field in fields(kind))
-    return {name: getattr(told, name) for name in _fields[kind]}
+    return {name: getattr(told, name) for name in type(told).__dataclass_fields__}

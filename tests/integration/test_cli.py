@@ -124,9 +124,3 @@ def test_help(arguments: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE)
     assert done.stdout.startswith("usage: ftcoord ")
     assert "doctor" in done.stdout
-
-
-def test_wrong_use_is_refused() -> None:
-    done = subprocess.run([sys.executable, "-m", "ftcoord.cli", "train"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "demo" in done.stderr

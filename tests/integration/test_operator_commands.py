@@ -58,28 +58,25 @@ def run(etcd: EtcdServer, capsys: pytest.CaptureFixture[str]) -> Commands:
     return Commands(etcd.get_endpoint(), capsys)
 
 
-def test_a_run_is_told_from_its_first_node_to_its_end(make_nodes: MakeNodes, run: Commands) -> None:
-    nodes = make_nodes(2, 2, run_id="told")
+def test_a_run_is_shown_from_its_first_node_on(make_nodes: MakeNodes, run: Commands) -> None:
+    """What all commands show of one that runs: test_same_story."""
+    nodes = make_nodes(2, 2, run_id="shown")
     first, second = nodes.add(2)
     joining = waits(first)
-    alone = run.json("status", "told")
+    alone = run.json("status", "shown")
     assert (alone["rounds"]["state"], alone["healthy"]) == ("forming", False)
     assert alone["rounds"]["next"] == {
         "decision": "wait",
         "reason": "1 of at least 2 nodes are there",
         "rule": "R4 forming",
     }
-    assert run("status", "told")[0] == 1
+    assert run("status", "shown")[0] == 1
     for join in (joining, second.join()):
         join.result(DEADLINE)
-    code, shown, _ = run("status", "told")
-    assert code == 0
-    assert "round 1 is running on 2 nodes [R3 recall]" in shown
-    found = run.json("status", "told")["rounds"]
-    assert [(one["rank"], one["standing"]) for one in found["members"]] == [(0, "running"), (1, "running")]
-    assert all(0 < one["lease_left"] <= one["lease_ttl"] for one in found["members"])
-    line = next(one for one in run.json("ls")["jobs"] if one["job"] == "told")
-    assert (line["state"], line["round"], line["nodes"], line["members"]) == ("running", 1, 2, 2)
+    code, shown, _ = run("status", "shown")
+    assert (code, "round 1 is running on 2 nodes [R3 recall]" in shown) == (0, True)
+    found = run.json("status", "shown")["rounds"]["members"]
+    assert all(0 < one["lease_left"] <= one["lease_ttl"] for one in found)
 
 
 def test_an_evicted_node_is_called_back_with_the_reason(make_nodes: MakeNodes, run: Commands) -> None:
@@ -296,19 +293,6 @@ def test_an_ascii_terminal_shows_the_names_of_all_jobs(etcd: EtcdServer, client:
     client.delete(Span(key))
 
 
-def test_garbage_is_told_and_is_no_traceback(run: Commands, client: EtcdClient) -> None:
-    prefix = run_prefix(KEY_PREFIX, "garbage")
-    client.put(decided_key(prefix), b"\xff{")
-    client.put(member_key(prefix, "nobody"), b"\xff{")
-    code, shown, _ = run("status", "garbage")
-    assert code == 1
-    assert "does not hold JSON" in shown
-    found = run.json("status", "garbage")
-    assert {one["key"] for one in found["unreadable"]} == {decided_key(prefix), member_key(prefix, "nobody")}
-    assert next(one for one in run.json("ls")["jobs"] if one["job"] == "garbage")["state"] == "unreadable"
-    client.delete(Span(f"{prefix}/", is_prefix=True))
-
-
 def test_nobody_knows_this_job(run: Commands) -> None:
     for arguments in (("status", "nobody"), ("evict", "nobody", "x", "--yes"), ("close", "nobody", "--yes")):
         code, shown, told = run(*arguments)
@@ -334,23 +318,22 @@ def test_the_doctor_of_an_etcd_without_space_and_without_logins(fragile: EtcdSer
     assert not {one["about"] for one in found if "NOSPACE" in one["found"]} - {"space"}
 
 
-def test_the_doctor_says_what_it_looked_at(run: Commands) -> None:
+def test_the_doctor_shows_what_it_looked_at(run: Commands) -> None:
     found = run.json("doctor")
     about = {one["about"].split(" ")[0] for one in found["findings"]}
     assert {"endpoint", "leader", "release", "database", "read", "write", "TLS", "right", "clocks"} <= about
     assert found["healthy"]
     assert all(one["do"] for one in found["findings"] if one["level"] != "ok")
-    said = {one["about"].partition(" localhost")[0]: one["found"] for one in found["findings"]}
-    assert said["fsync latency"].startswith("99 of 100 took at most")
-    assert said["clocks"].startswith("this host's agrees with")
+    shown = {one["about"].partition(" localhost")[0]: one["found"] for one in found["findings"]}
+    assert shown["fsync latency"].startswith("99 of 100 took at most")
+    assert shown["clocks"].startswith("this host's agrees with")
+    assert (shown["lease"], shown["watch"]) == ("was renewed", "was confirmed")
 
 
 def test_the_doctor_does_what_agents_do(
-    run: Commands, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What stands between a host and etcd may pass calls, and no streams."""
-    works = {one["about"]: one["level"] for one in run.json("doctor")["findings"]}
-    assert (works["lease"], works["watch"]) == ("ok", "ok")
 
     def refuse(*_: object, **__: object) -> int:
         raise EtcdUnavailable("context canceled")
@@ -386,6 +369,7 @@ def test_without_etcd_all_end_with_3_and_say_where_they_looked(
         (("status", " "), "JOB"),
         (("status", "job", "--min-replicas", "0"), "--min-replicas"),
         (("status",), "JOB"),
+        (("train",), "demo"),
         (("gateway",), "--etcd"),
     ],
 )

@@ -121,7 +121,7 @@ def test_all_tell_the_same_story_of_a_node_that_was_killed(
         watcher = stack.enter_context(watching(endpoint))
         address = stack.enter_context(page(endpoint))
         browser = Browser(stack.enter_context(urlopen(f"{address}/api/job?job={JOB}", timeout=DEADLINE)))
-        eventually(lambda: any("round 1 of 3 nodes" in line for line in watcher.lines), "`watch` shows round 1")
+        eventually(lambda: any("round 1 with 3 nodes" in line for line in watcher.lines), "`watch` shows round 1")
 
         victim, *others = nodes
         eventually(lambda: sentinels_of(victim.pid), "a sentinel stands beside it")
@@ -135,7 +135,7 @@ def test_all_tell_the_same_story_of_a_node_that_was_killed(
         assert (status["number"], status["recalled"], status["state"]) == (1, cause, "forming")
         assert status["next"]["reason"] == "0 of at least 2 nodes are there"
         assert operator.json("why", JOB, code=1)["now"] == "Now it is forming: 0 of at least 2 nodes are there."
-        eventually(lambda: any(f"recalled: {cause}" in line for line in watcher.lines), "`watch` shows the recall")
+        eventually(lambda: any(f"; recalled {cause}; " in line for line in watcher.lines), "`watch` shows the recall")
         assert [(seat.round, seat.world) for seat in all_join(*others)] == [(2, 2), (2, 2)]
 
         status = operator.json("status", JOB)["rounds"]
@@ -172,11 +172,11 @@ def test_all_tell_the_same_story_of_a_node_that_was_killed(
         assert formed["reason"] == f"2 nodes; without {host}; the round before ended: {cause}"
         assert cause in operator.text("history", JOB)
 
-        settled = "rendezvous running, round 2 of 2 nodes"
+        settled = "healthy; rendezvous running, round 2 with 2 nodes"
         eventually(lambda: any(settled in one for one in watcher.lines), "`watch` shows round 2")
         assert watcher.end() == 0
         last = next(one for one in watcher.lines if settled in one)
-        assert f"healthy; {settled}; the round before ended: {cause}; next: round 2 is running on 2 nodes" in last
+        assert f"; before {cause}; next round waits: round 2 is running on 2 nodes [R3 recall]" in last
 
         browser.read_until_round(2, why["now"])
         rounds = browser.page["rounds"]

@@ -169,7 +169,7 @@ def test_a_line_names_who_is_to_leave(table: Screen) -> None:
     now = table.watch.take(read_job(table.client, KEY_PREFIX, "job"))
     assert now is not None
     show_change(now, Terminal("table", "never", table.out))
-    assert ", draining host7" in table.out.getvalue()
+    assert "; draining: host7" in table.out.getvalue()
 
 
 def test_lines_report_that_etcd_is_lost(table: Screen) -> None:
