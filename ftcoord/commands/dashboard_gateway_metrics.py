@@ -22,11 +22,11 @@ from ftcoord.escaping import HIDDEN
 from ftcoord.files import secret
 from ftcoord.logs import show_if_asked, show_log_lines
 from ftcoord.metrics import exporter
-from ftcoord.metrics.exporter import LOOPBACK, MetricsAddress, MetricsServer, ServingTls, host_names
-from ftcoord.metrics.process import prometheus
+from ftcoord.metrics.exporter import LOOPBACK, MetricsAddress, MetricsServer, host_names
 
 if TYPE_CHECKING:
-    from ftcoord.dashboard.serving import Page, PageServer
+    from ftcoord.dashboard.app import Page
+    from ftcoord.dashboard.server import PageServer
 
 TOKEN, TOKEN_FILE = "FTCOORD_DASHBOARD_TOKEN", "FTCOORD_DASHBOARD_TOKEN_FILE"
 """Environment variables, not flags: `ps` shows command lines to everybody."""
@@ -86,7 +86,13 @@ def dashboard(options: argparse.Namespace) -> int:
     )
     page = _page(options, etcd, options.key_prefix, rules=rules, listen=listen)
     warn_of(listen[0], "can read the page: it has no login")
-    _serving().serve(page, lambda address: print(f"the page is at {address}; Ctrl-C ends it", flush=True))
+    ended = flags.until_interrupted()
+    with _serving().PageServer(page) as served:
+        print(f"the page is at {served.address}; Ctrl-C ends it", flush=True)
+        while not ended():
+            if served.has_failed:
+                print("ftcoord: the page has failed; start it again", file=sys.stderr)
+                return 1
     return 0
 
 
@@ -100,15 +106,15 @@ def _page(options: argparse.Namespace, etcd: EtcdConfig, key_prefix: str, **fiel
 
 
 def _serving() -> ModuleType:
-    """`ftcoord.dashboard.serving`. Raises FtcoordError without the extra that it needs."""
+    """`ftcoord.dashboard.server`. Raises FtcoordError without the extra that it needs."""
     try:
-        from ftcoord.dashboard import serving
+        from ftcoord.dashboard import server
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "ftcoord"):
             raise
         raise FtcoordError(f"the page needs {package}: pip install starlette uvicorn") from None
-    return serving
+    return server
 
 
 def token_of(env: Mapping[str, str]) -> str:
@@ -195,7 +201,6 @@ def metrics(options: argparse.Namespace) -> int:
     Reads the runs on an etcd cluster at each scrape. Needs the extra `metrics`.
     """
     config, address = flags.etcd_config(options), _metrics_address(options)
-    prometheus()  # before the next line needs it
     from ftcoord.operator.metrics import RunsCollector
 
     show_log_lines()
@@ -210,5 +215,5 @@ def metrics(options: argparse.Namespace) -> int:
 
 def _metrics_address(options: argparse.Namespace) -> MetricsAddress:
     """Raises ConfigError."""
-    tls = ServingTls.load(options.metrics_cert, options.metrics_key, options.metrics_client_ca)
+    tls = exporter.serving_tls(options.metrics_cert, options.metrics_key, options.metrics_client_ca)
     return MetricsAddress(options.metrics_host, options.metrics_port, tls, host_names(options.metrics_host_names))

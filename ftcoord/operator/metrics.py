@@ -4,19 +4,21 @@ needed."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
-
-from prometheus_client.core import GaugeMetricFamily, Metric
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.log_once import LogOnce
+from ftcoord.metrics.process import RUN, prometheus
 from ftcoord.operator.reading import job_ids, read_job
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +27,10 @@ MOST_RUNS: Final = 200
 WAITING: Final = ("waiting", "spare")
 """The standings of nodes that have no seat and want one."""
 
-ONE_ETCD: Final = (
-    ("ftcoord_etcd_up", "Whether etcd answered this scrape. If not, no run has metrics."),
+OF_ETCD: Final = (
+    ("ftcoord_etcd_up", "Whether etcd answered this scrape. If not, there are no metrics of runs."),
     ("ftcoord_runs", "Runs and jobs that have keys in etcd."),
-    ("ftcoord_runs_untold", f"Those beyond the first {MOST_RUNS}, which have no other metrics."),
+    ("ftcoord_runs_not_exported", f"Those beyond the first {MOST_RUNS}, which have no other metrics."),
 )
 STATE: Final = ("ftcoord_run_state", "1 for the state of the run's rounds and of its quorums; empty for none.")
 
@@ -80,36 +82,39 @@ class RunsCollector:
         self._problem = LogOnce(log)
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics; if etcd does not answer, only that. Takes a few request timeouts at most."""
+        """All metrics; if etcd does not answer, only that. Takes a few request timeouts at most. Raises ServerError
+        without prometheus_client."""
         try:
             with EtcdClient(self._config) as etcd:
                 ids = list(job_ids(etcd, self._key_prefix))
                 found = [tell_job(read_job(etcd, self._key_prefix, id_), Rules()) for id_ in ids[:MOST_RUNS]]
         except EtcdError as error:
             with self._lock:
-                self._problem.say(f"etcd cannot be read, so this scrape has no metrics of runs: {error}")
-            return [_single(ONE_ETCD[0], 0)]
+                self._problem.say(f"cannot read etcd, so only ftcoord_etcd_up is exported: {error}")
+            return [_gauge(*OF_ETCD[0], {(): 0})]
         with self._lock:
             self._problem.forget()
-        singles = zip(ONE_ETCD, (1, len(ids), len(ids) - len(found)), strict=True)
-        return [*(_single(what, value) for what, value in singles), *families_of(found)]
+        numbers = zip(OF_ETCD, (1, len(ids), len(ids) - len(found)), strict=True)
+        return [*(_gauge(*what, {(): value}) for what, value in numbers), *families_of(found)]
 
 
 def families_of(runs: Iterable[JobStatus]) -> Iterator[Metric]:
     """The metrics of runs."""
-    found = [status for status in runs if status.exists]
-    states = GaugeMetricFamily(*STATE, labels=("run", "rounds", "quorum"))
-    for one in found:
-        states.add_metric((one.job, *(part.state if part else "" for part in (one.rounds, one.quorum))), 1)
-    yield states
+    found = [one for one in runs if one.exists]
+    states = {(one.job, *(part.state if part else "" for part in (one.rounds, one.quorum))): 1.0 for one in found}
+    yield _gauge(*STATE, states, ("run", "rounds", "quorum"))
     for name, about, part, value in OF_RUN:
-        family = GaugeMetricFamily(name, about, labels=("run",))
+        numbers = dict[tuple[str, ...], float]()
         for one in found:
             if (of := getattr(one, part) if part else one) is not None:
                 number = value(of) if callable(value) else getattr(of, value)
-                family.add_metric((one.job,), float(len(number) if isinstance(number, tuple) else number))
-        yield family
+                numbers[one.job,] = float(len(number) if isinstance(number, tuple) else number)
+        yield _gauge(name, about, numbers, RUN)
 
 
-def _single(what: tuple[str, str], value: float) -> Metric:
-    return GaugeMetricFamily(*what, value=value)
+def _gauge(name: str, about: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Metric:
+    """A gauge with these values, by those of its labels."""
+    family: Metric = prometheus().metrics_core.GaugeMetricFamily(name, about, labels=labels)
+    for found, value in values.items():
+        family.add_sample(name, dict(zip(labels, found, strict=True)), value)
+    return family

@@ -100,7 +100,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_orphans_end() -> None:
     """A child of a child that ended before, as a worker is whose torchrun is interrupted while it starts it."""
     code = (
-        "import subprocess; from ftcoord.demo.agents import no_orphans\n"
+        "import subprocess; from ftcoord.demo.run import no_orphans\n"
         "with no_orphans(): print(subprocess.check_output(['sh', '-c', 'sleep 1000 > /dev/null & echo $!'], text=True))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE)

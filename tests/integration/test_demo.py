@@ -15,8 +15,7 @@ from helpers import DEADLINE, eventually
 from ftcoord.core import rendezvous_records
 from ftcoord.core.rendezvous_records import Round, Seat
 from ftcoord.demo import run
-from ftcoord.demo.agents import Agent
-from ftcoord.demo.run import Demo, DemoError
+from ftcoord.demo.run import Agent, Demo, DemoError
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import Compacted
 from ftcoord.etcd.api import RangeResult

@@ -34,9 +34,15 @@ from ftcoord.embedded.server import LOOPBACK, EtcdServer, ReservedPort
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdUnavailable
 from ftcoord.etcd.api import Compare, Get, Put, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.metrics import http
-from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls
-from ftcoord.metrics.http import CONNECTION_TIMEOUT, MOST_SCRAPERS, MOST_THREADS
+from ftcoord.metrics import exporter
+from ftcoord.metrics.exporter import (
+    CONNECTION_TIMEOUT,
+    MOST_SCRAPERS,
+    MOST_THREADS,
+    MetricsAddress,
+    MetricsServer,
+    serving_tls,
+)
 from ftcoord.metrics.process import collect_process
 from ftcoord.operator.doctor import read_metrics
 from ftcoord.primitives.session import Session
@@ -662,7 +668,7 @@ def test_commands_take_tls_and_a_login_as_all_else_does(
 
 def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority, node: Issued) -> None:
     served = authority.issue("metrics", "IP:127.0.0.1")
-    tls = ServingTls.load(served.cert, served.key, authority.cert)
+    tls = serving_tls(served.cert, served.key, authority.cert)
     context = ssl.create_default_context(cafile=authority.cert)
     with MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process) as server:
         assert server.url.startswith("https://")
@@ -676,7 +682,7 @@ def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority,
 @pytest.mark.parametrize("secure", [True, False])
 def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authority, secure: bool) -> None:
     served = authority.issue("metrics", "IP:127.0.0.1")
-    tls = ServingTls.load(served.cert, served.key, None) if secure else None
+    tls = serving_tls(served.cert, served.key, None) if secure else None
     context = ssl.create_default_context(cafile=authority.cert)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process))
@@ -698,7 +704,7 @@ def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authori
 
 @pytest.mark.parametrize("first", [b"", b"GET / HT"])
 def test_a_connection_to_the_metrics_lasts_only_so_long(monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
-    monkeypatch.setattr(http, "CONNECTION_TIMEOUT", 0.2)
+    monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT", 0.2)
     with (
         MetricsServer(MetricsAddress(LOOPBACK, 0), collect_process) as server,
         socket.create_connection((LOOPBACK, urlsplit(server.url).port), DEADLINE) as slow,

@@ -24,10 +24,10 @@ FLOORS = (
     "ftcoord",
     "escaping",
     "errors",
-    "closing log_once python_queue",
+    "closing log_once",
     "concurrency",
     "endpoints files fork proc pool",
-    "config job_url metrics.http metrics.process",
+    "config job_url metrics.process",
     "metrics.exporter logs",
     "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values",
     "core.manager_address",
@@ -114,7 +114,7 @@ FLOORS = (
     "coordination",
     "proactive",
     "torchft",
-    "demo.agents demo.train",
+    "demo.train",
     "demo.run",
     "demo",
     "operator.told",
@@ -122,11 +122,9 @@ FLOORS = (
     "operator.status operator.history operator.doctor",
     "operator.reading",
     "operator.orders operator.metrics",
-    "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts dashboard.refusals",
-    "dashboard.board",
-    "dashboard.connections",
+    "dashboard.feeds",
     "dashboard.app",
-    "dashboard.serving",
+    "dashboard.server",
     "commands.output",
     "commands.flags",
     "commands",
@@ -253,7 +251,6 @@ def test_embedded_etcds_are_for_facades_only() -> None:
 
 OWN_THREADS = {
     "ftcoord.concurrency": "it is the seam",
-    "ftcoord.python_queue": "the seam makes it",
 }
 """Modules that may name Python's threads, locks and clocks, and why."""
 SEAM = {"threading", "queue", "time", "_thread", "sched"}

@@ -264,8 +264,7 @@ def test_the_numbers_of_a_run_are_those_of_its_status() -> None:
 
 def families() -> list[Metric]:
     """All that there are."""
-    of_etcd = [runs._single(what, 0) for what in runs.ONE_ETCD]
-    return [*collect_process(), *of_etcd, *runs.families_of([])]
+    return [*collect_process(), *(runs._gauge(*what, {}) for what in runs.OF_ETCD), *runs.families_of([])]
 
 
 def names_of(family: Metric) -> set[str]:
