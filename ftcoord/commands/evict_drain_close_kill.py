@@ -13,7 +13,7 @@ from ftcoord.config import full_text, seconds, switch
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import neutral
 from ftcoord.operator import orders
-from ftcoord.operator.told import Done
+from ftcoord.operator.report import Done
 
 _REASON: Final = Flag("--reason", "FTCOORD_REASON", "the reason, recorded for others to read", full_text, None, "TEXT")
 _FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "drain even if too few nodes stay for a round", switch, 0)

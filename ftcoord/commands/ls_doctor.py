@@ -9,7 +9,7 @@ from typing import Any
 from ftcoord.commands.flags import ETCD_KEYS, OUTPUT_FLAGS, add_command, client_of, etcd_config
 from ftcoord.commands.output import HEALTHY, NOT_DONE, UNREACHABLE, Terminal
 from ftcoord.escaping import neutral
-from ftcoord.operator.told import Examination
+from ftcoord.operator.report import Examination
 
 
 def add_commands(commands: Any) -> None:

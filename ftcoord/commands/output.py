@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any, Final, TextIO
 
 from ftcoord.escaping import neutral
-from ftcoord.operator.told import plain
+from ftcoord.operator.report import plain
 
 HEALTHY: Final = 0
 """Exit codes; docs/cli.md has them too. This one is also that of a command that has done what it was asked to do."""

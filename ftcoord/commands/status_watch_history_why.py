@@ -18,8 +18,8 @@ from ftcoord.core.rendezvous_records import FAILED
 from ftcoord.escaping import counted, neutral, spanned
 from ftcoord.operator.history import explain, tell_history
 from ftcoord.operator.reading import JobWatch, read_events, read_job, with_leases
+from ftcoord.operator.report import Explanation, JobHistory, JobStatus, QuorumStatus, RoundsStatus, Watched, no_such_job
 from ftcoord.operator.status import foremost, tell_job
-from ftcoord.operator.told import Explanation, JobHistory, JobStatus, QuorumStatus, RoundsStatus, Watched, no_such_job
 
 ROWS: Final = 50
 """Rows of a table unless the user asks for all. Only the leases of these members are read, since each takes a

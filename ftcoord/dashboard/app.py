@@ -38,8 +38,8 @@ from ftcoord.etcd.api import Etcd
 from ftcoord.metrics.exporter import is_allowed_host
 from ftcoord.metrics.process import Collect, exposed
 from ftcoord.operator import orders
+from ftcoord.operator.report import Done, JobStatus, plain
 from ftcoord.operator.status import Rules
-from ftcoord.operator.told import Done, JobStatus, plain
 
 STATIC: Final = Path(__file__).parent / "static"
 BEAT: Final = 5.0

@@ -19,8 +19,8 @@ from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStart
 from ftcoord.etcd.api import Etcd
 from ftcoord.operator.history import explain, tell_history
 from ftcoord.operator.reading import JobWatch, ReadsLeases, read_jobs, with_leases
+from ftcoord.operator.report import JobHistory, JobList, JobStatus, plain
 from ftcoord.operator.status import Rules
-from ftcoord.operator.told import JobHistory, JobList, JobStatus, plain
 from ftcoord.primitives.step_thread import StepThread
 
 MOST_VIEWERS: Final = 200

@@ -23,7 +23,7 @@ from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace
 from ftcoord.etcd.api import Compare, Get, MemberStatus, Put, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.release import newer_wanted
-from ftcoord.operator.told import FORMAT, Examination, Finding
+from ftcoord.operator.report import FORMAT, Examination, Finding
 
 READS_TIMED: Final = 5
 WRITES_TIMED: Final = 3

@@ -23,7 +23,7 @@ from ftcoord.core.history import (
 from ftcoord.core.rendezvous_records import FINISHED
 from ftcoord.escaping import counted, named
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.told import FORMAT, UNCOUNTED, Explanation, JobHistory, JobStatus, QuorumStatus, ToldEvent
+from ftcoord.operator.report import FORMAT, UNCOUNTED, Explanation, JobHistory, JobStatus, QuorumStatus, ToldEvent
 
 ROUNDS, QUORUMS = "rendezvous", "quorums"
 """The groups of a job, as they are told."""

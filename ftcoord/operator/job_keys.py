@@ -14,7 +14,7 @@ from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, LARGEST_STEP, check_step
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue, is_member
-from ftcoord.operator.told import Unreadable
+from ftcoord.operator.report import Unreadable
 
 R = TypeVar("R", JoinRequest, ReplicaRecord)
 

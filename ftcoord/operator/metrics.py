@@ -14,8 +14,8 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.log_once import LogOnce
 from ftcoord.metrics.process import RUN, prometheus
 from ftcoord.operator.reading import job_ids, read_job
+from ftcoord.operator.report import JobStatus, QuorumStatus, RoundsStatus
 from ftcoord.operator.status import Rules, tell_job
-from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

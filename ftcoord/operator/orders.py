@@ -24,7 +24,7 @@ from ftcoord.etcd.api import Compare, Etcd, EtcdCalls, KeyValue, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.reading import read_job
-from ftcoord.operator.told import FORMAT, Done, no_such_job
+from ftcoord.operator.report import FORMAT, Done, no_such_job
 from ftcoord.primitives.group.events import ordered
 from ftcoord.rendezvous.record_change import RecordChange, change_record, draining, ending
 

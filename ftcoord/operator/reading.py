@@ -16,8 +16,8 @@ from ftcoord.errors import EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import Etcd, EtcdCalls, Get, KeyValue
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 from ftcoord.operator.job_keys import JobKeys, LeaseTime, spans_of
+from ftcoord.operator.report import FORMAT, JobList, JobStatus, Watched
 from ftcoord.operator.status import Member, Rules, foremost, tell_job, tell_line
-from ftcoord.operator.told import FORMAT, JobList, JobStatus, Watched
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror
 

@@ -27,10 +27,10 @@ from ftcoord.core.timers import Timer, Worker, parse_timers
 from ftcoord.core.verdict import Publish, Verdict
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator import told
+from ftcoord.operator import report
 from ftcoord.operator.job_keys import GroupKeys, JobKeys, Members
 
-Member = TypeVar("Member", told.NodeStatus, told.ReplicaStatus)
+Member = TypeVar("Member", report.NodeStatus, report.ReplicaStatus)
 
 NOW: Final = 0.0
 """The time of a look: everything counts as first seen now, since keys do not record when they were written."""
@@ -44,14 +44,14 @@ class Rules:
     quorum: QuorumOptions = field(default_factory=lambda: QuorumOptions(1, 60.0))
 
 
-def tell_job(keys: JobKeys, rules: Rules) -> told.JobStatus:
+def tell_job(keys: JobKeys, rules: Rules) -> report.JobStatus:
     """The status of a job, but for its leases. It depends on the keys alone."""
-    unreadable = list[told.Unreadable]()
+    unreadable = list[report.Unreadable]()
     rounds = None if keys.rounds.is_empty else _rounds(keys.rounds, rules.rounds, unreadable)
     quorum = None if keys.quorum.is_empty else _quorums(keys.quorum, rules.quorum, unreadable)
     timers = _timers(keys.timers, unreadable)
-    return told.JobStatus(
-        format=told.FORMAT,
+    return report.JobStatus(
+        format=report.FORMAT,
         job=keys.job,
         revision=keys.revision,
         exists=keys.exists,
@@ -63,7 +63,7 @@ def tell_job(keys: JobKeys, rules: Rules) -> told.JobStatus:
     )
 
 
-def tell_line(status: told.JobStatus) -> told.JobLine:
+def tell_line(status: report.JobStatus) -> report.JobLine:
     """The line about a job that has rounds or quorums."""
     rounds, quorum, state, note = status.rounds, status.quorum, "other", ""
     standings = [one.standing for one in rounds.members] if rounds else []
@@ -75,14 +75,14 @@ def tell_line(status: told.JobStatus) -> told.JobLine:
         state, note = quorum.state, "" if quorum.healthy else quorum.next.reason
         if quorum.id and state in ("training", "forming"):  # between two steps of a healthy job some replicas ask
             state = "training" if quorum.healthy else "degraded"
-    return told.JobLine(
+    return report.JobLine(
         job=status.job,
         state=state,
         round=rounds.number if rounds else None,
         nodes=rounds.size if rounds else None,
         quorum=quorum.id if quorum else None,
         replicas=quorum.size if quorum else None,
-        members=sum(standing not in told.UNCOUNTED for standing in standings),
+        members=sum(standing not in report.UNCOUNTED for standing in standings),
         note=note,
     )
 
@@ -96,8 +96,8 @@ def foremost(members: Sequence[Member], most: int | None) -> Sequence[Member]:
     return sorted(members, key=lambda one: one.standing == usual)[:most]
 
 
-def _next(verdict: Verdict[Any]) -> told.NextDecision:
-    return told.NextDecision("publish" if isinstance(verdict, Publish) else "wait", verdict.reason, verdict.rule)
+def _next(verdict: Verdict[Any]) -> report.NextDecision:
+    return report.NextDecision("publish" if isinstance(verdict, Publish) else "wait", verdict.reason, verdict.rule)
 
 
 def _last_death(keys: GroupKeys) -> str:
@@ -131,7 +131,7 @@ _STANDINGS: Final = {
 }
 
 
-def _rounds(keys: GroupKeys, options: RoundOptions, unreadable: list[told.Unreadable]) -> told.RoundsStatus:
+def _rounds(keys: GroupKeys, options: RoundOptions, unreadable: list[report.Unreadable]) -> report.RoundsStatus:
     """The state of a run's rounds. Adds the keys that are not counted in it.
 
     Args:
@@ -142,8 +142,8 @@ def _rounds(keys: GroupKeys, options: RoundOptions, unreadable: list[told.Unread
         previous = _last_round(keys)
         members.check_numbers(keys.decided, (previous or NO_ROUND).number)
     except StateError as error:
-        members.odd.append(told.Unreadable(error.key, str(error)))
-        state, previous, next_ = "unreadable", None, told.NextDecision("withheld", str(error))
+        members.odd.append(report.Unreadable(error.key, str(error)))
+        state, previous, next_ = "unreadable", None, report.NextDecision("withheld", str(error))
     else:
         candidates = [RoundCandidate(member_of(kv.key), ask, NOW) for kv, ask in members.live]
         seen = RoundSituation(candidates, NOW, previous, NOW, deaths=causes, gone_since=NOW, unreadable=members.unread)
@@ -156,7 +156,7 @@ def _rounds(keys: GroupKeys, options: RoundOptions, unreadable: list[told.Unread
     seats = () if round_.closed or round_.recalled else round_.seats
     gone = [(rank, seat) for rank, seat in enumerate(seats) if seat.member not in live]
     fewest, most = limits if limits != (0, 0) else round_.limits
-    return told.RoundsStatus(
+    return report.RoundsStatus(
         state=state,
         healthy=state == "finished" or (state == "running" and not gone and next_.decision == "wait"),
         min_nodes=fewest,
@@ -164,7 +164,7 @@ def _rounds(keys: GroupKeys, options: RoundOptions, unreadable: list[told.Unread
         next=replace(next_, reason=_last_death(keys) or next_.reason),
         members=_ranked(_node(previous, kv, ask, limits, kv is newest[ask.node]) for kv, ask in members.live),
         missing=tuple(
-            told.MissingNode(rank, **_copied(seat, "node", "host", "member"), cause=causes.get(seat.member, ""))
+            report.MissingNode(rank, **_copied(seat, "node", "host", "member"), cause=causes.get(seat.member, ""))
             for rank, seat in gone
         ),
         **_copied(round_, "number", "size", "ready", "address", "port", "recalled", "closed", "outcome", "before"),
@@ -202,8 +202,8 @@ def _holder(kv: KeyValue, ask: JoinRequest) -> str:
 
 def _node(
     previous: Round | None, kv: KeyValue, ask: JoinRequest, limits: tuple[int, int], is_newest: bool
-) -> told.NodeStatus:
-    return told.NodeStatus(
+) -> report.NodeStatus:
+    return report.NodeStatus(
         rank=previous.ranks.get(_holder(kv, ask)) if previous else None,
         member=member_of(kv.key),
         standing=_standing_of_node(previous, _holder(kv, ask), ask, limits) if is_newest else "replaced",
@@ -235,7 +235,7 @@ def _standing_of_node(previous: Round | None, holder: str, ask: JoinRequest, lim
 NO_QUORUM: Final = QuorumRecord(0, 0, (), (), 0.0, "")
 
 
-def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[told.Unreadable]) -> told.QuorumStatus:
+def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Unreadable]) -> report.QuorumStatus:
     """The state of a job's quorums. Adds the keys that are not counted in it.
 
     Args:
@@ -249,8 +249,8 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[told.Unre
             previous = parse_quorum(keys.decided.key, keys.decided.value, roster)
         members.check_numbers(keys.decided, max(previous.number, previous.id) if previous else 0)
     except StateError as error:
-        members.odd.append(told.Unreadable(error.key, str(error)))
-        previous, next_, state = None, told.NextDecision("withheld", str(error)), "unreadable"
+        members.odd.append(report.Unreadable(error.key, str(error)))
+        previous, next_, state = None, report.NextDecision("withheld", str(error)), "unreadable"
     else:
         fewest = max([options.min_replicas, *(one.min_replicas for _, one in members.live)])
         options = replace(options, min_replicas=fewest)
@@ -274,7 +274,7 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[told.Unre
     if state != "unreadable":
         is_asked = any(one.standing in ("asking", "unclear") for one in statuses)
         state = "empty" if not statuses else "forming" if is_asked else "training" if previous else "idle"
-    return told.QuorumStatus(
+    return report.QuorumStatus(
         state=state,
         healthy=next_.decision != "withheld" and len(live) >= max(fewest, 1) and not trouble and not gone,
         size=len(quorum.seats),
@@ -283,7 +283,7 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[told.Unre
         next=replace(next_, reason=_last_death(keys) or "; ".join(filter(None, (next_.reason, trouble)))),
         replicas=statuses,
         missing=tuple(
-            told.MissingReplica(rank, _name(seat), seat.member, causes.get(seat.member, "")) for rank, seat in gone
+            report.MissingReplica(rank, _name(seat), seat.member, causes.get(seat.member, "")) for rank, seat in gone
         ),
         **_copied(quorum, "number", "id", "created"),
     )
@@ -294,7 +294,7 @@ def _name(one: QuorumCandidate | QuorumSeat) -> str:
     return one.request.replica_id
 
 
-def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> tuple[told.ReplicaStatus, ...]:
+def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> tuple[report.ReplicaStatus, ...]:
     seats = {_name(seat): (rank, seat.request.step) for rank, seat in enumerate(quorum.seats)}
     sources, newest = heals_from(quorum.requests, 0), {_name(one): one.member for one in replicas}
     top, found = max((step for _, step in seats.values()), default=0), []
@@ -304,7 +304,7 @@ def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> tupl
         standing = "idle" if rank is None else "training"
         if one.asked > quorum.answered.get(one.member, 0):
             standing = "asking" if one.is_whole else "unclear"
-        status = told.ReplicaStatus(
+        status = report.ReplicaStatus(
             rank=rank,
             member=one.member,
             standing=standing if is_newest else "replaced",
@@ -323,7 +323,7 @@ def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> tupl
 # -- timers ---------------------------------------------------------------------------------------------------------
 
 
-def _timers(kvs: Iterable[KeyValue], unreadable: list[told.Unreadable]) -> list[told.TimerStatus]:
+def _timers(kvs: Iterable[KeyValue], unreadable: list[report.Unreadable]) -> list[report.TimerStatus]:
     """The expiration timers that are held, the one that expires first before the others. Adds the keys that are not
     counted.
 
@@ -335,14 +335,14 @@ def _timers(kvs: Iterable[KeyValue], unreadable: list[told.Unreadable]) -> list[
         try:
             record = parse_timers(kv.key, kv.value)
         except StateError as error:
-            unreadable.append(told.Unreadable(kv.key, str(error)))
+            unreadable.append(report.Unreadable(kv.key, str(error)))
             continue
         if is_expired_key(kv.key):
             expired.update(timer.token for timer in record.timers)
         else:
             held += [(record.worker, timer) for timer in record.timers]
     found = [
-        told.TimerStatus(
+        report.TimerStatus(
             host=worker.node,
             pid=worker.pid,
             rank=worker.rank if worker.rank >= 0 else None,

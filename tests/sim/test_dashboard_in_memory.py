@@ -17,8 +17,8 @@ from ftcoord.dashboard import feeds
 from ftcoord.dashboard.feeds import LEASE_AGE, LEASE_TIMEOUT, Board, LeaseBook, Shown, TooManyViewers
 from ftcoord.errors import ClientClosed, EtcdUnavailable
 from ftcoord.etcd.api import Get, RangeResult
+from ftcoord.operator.report import JobList, JobStatus, NextDecision, NodeStatus, RoundsStatus
 from ftcoord.operator.status import Rules
-from ftcoord.operator.told import JobList, JobStatus, NextDecision, NodeStatus, RoundsStatus
 
 PATIENCE = 60.0
 """Virtual seconds."""

@@ -48,8 +48,8 @@ from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, TxnResult
 from ftcoord.operator.history import explain
 from ftcoord.operator.orders import evict_members, find_members
 from ftcoord.operator.reading import read_events, read_job
+from ftcoord.operator.report import Explanation
 from ftcoord.operator.status import Rules, tell_job
-from ftcoord.operator.told import Explanation
 from ftcoord.primitives.group.decided_record import MOST_OPERATIONS, DecidedRecord
 from ftcoord.primitives.group.events import KEPT_EVENTS, EventLog
 from ftcoord.rendezvous.run_record import RunRecord

@@ -26,8 +26,8 @@ from ftcoord.commands.flags import ETCD_FLAGS, who
 from ftcoord.commands.output import WIDEST, Terminal, to_json, to_line, to_yaml
 from ftcoord.config import EtcdConfig
 from ftcoord.escaping import neutral
-from ftcoord.operator import told
-from ftcoord.operator.told import FORMAT, Done, Examination, Finding, JobLine, JobList
+from ftcoord.operator import report
+from ftcoord.operator.report import FORMAT, Done, Examination, Finding, JobLine, JobList
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -126,7 +126,7 @@ def test_json_has_no_colours() -> None:
 
 
 def documents() -> Iterator[type]:
-    return (one for one in vars(told).values() if dataclasses.is_dataclass(one) and isinstance(one, type))
+    return (one for one in vars(report).values() if dataclasses.is_dataclass(one) and isinstance(one, type))
 
 
 def form_of(kind: Any) -> Any:

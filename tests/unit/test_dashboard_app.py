@@ -33,8 +33,8 @@ from ftcoord.dashboard.feeds import Board
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Get
 from ftcoord.operator.reading import read_job, with_leases
+from ftcoord.operator.report import plain
 from ftcoord.operator.status import Rules, tell_job
-from ftcoord.operator.told import plain
 
 RUN = run_prefix("/f", "a/b")
 

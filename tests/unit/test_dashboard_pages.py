@@ -12,7 +12,7 @@ import pytest
 from ftcoord.dashboard.app import is_token
 from ftcoord.dashboard.feeds import ROWS, part_of
 from ftcoord.metrics.exporter import is_allowed_host
-from ftcoord.operator.told import (
+from ftcoord.operator.report import (
     FORMAT,
     JobLine,
     JobList,

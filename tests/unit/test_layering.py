@@ -117,7 +117,7 @@ FLOORS = (
     "demo.train",
     "demo.run",
     "demo",
-    "operator.told",
+    "operator.report",
     "operator.job_keys",
     "operator.status operator.history operator.doctor",
     "operator.reading",
@@ -282,7 +282,7 @@ def test_the_core_is_pure() -> None:
     assert offenders(core, lambda module: set(map(part_of, ours[module])) - {"core", "errors", "escaping"}) == {}
 
 
-TELLING = [f"ftcoord.operator.{name}" for name in ("told", "job_keys", "status", "history")]
+TELLING = [f"ftcoord.operator.{name}" for name in ("report", "job_keys", "status", "history")]
 """What operators are told: as pure as the core, from keys as the API has them."""
 
 

@@ -22,7 +22,7 @@ from ftcoord.metrics import process
 from ftcoord.metrics.exporter import MetricsAddress, port_number, serve_process
 from ftcoord.metrics.process import collect_process
 from ftcoord.operator import metrics as runs
-from ftcoord.operator.told import JobStatus, NextDecision, NodeStatus, QuorumStatus, ReplicaStatus, RoundsStatus
+from ftcoord.operator.report import JobStatus, NextDecision, NodeStatus, QuorumStatus, ReplicaStatus, RoundsStatus
 
 LABELS = {"run", "method", "code", "outcome", "rounds", "quorum", "version", "le"}
 """All that a number may be kept apart by: none of them grows with the members, or the restarts, of a run."""

@@ -20,7 +20,7 @@ from ftcoord.core.rendezvous_records import Round, WorkerFailure
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.history import explain, tell_history
 from ftcoord.operator.job_keys import GroupKeys
-from ftcoord.operator.told import Explanation, JobStatus, MissingReplica, NextDecision, QuorumStatus, ReplicaStatus
+from ftcoord.operator.report import Explanation, JobStatus, MissingReplica, NextDecision, QuorumStatus, ReplicaStatus
 
 RAISED = WorkerFailure(90, 5, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", "Traceback ...")
 RESET = replace(RAISED, pid=91, exception="RuntimeError: Connection reset by peer")

@@ -31,8 +31,8 @@ from ftcoord.core.round_situation import RoundOptions
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
 from ftcoord.operator.reading import with_leases
+from ftcoord.operator.report import JobStatus, QuorumStatus, RoundsStatus, TimerStatus
 from ftcoord.operator.status import Rules, foremost, tell_job, tell_line
-from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus, TimerStatus
 
 RUN = run_prefix("/f", "job")
 QUORUM = quorum_prefix("/f", "job")

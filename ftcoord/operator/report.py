@@ -417,6 +417,6 @@ def no_such_job(job: str) -> str:
     return f"etcd has no key of a job {job!r}: it never began, or its run_ttl is over; `ftcoord ls` lists all"
 
 
-def plain(told: Any) -> dict[str, Any]:
+def plain(report: Any) -> dict[str, Any]:
     """The fields of a value; nested values are unchanged. `json.dumps` takes this as its `default`."""
-    return {name: getattr(told, name) for name in type(told).__dataclass_fields__}
+    return {name: getattr(report, name) for name in type(report).__dataclass_fields__}
