@@ -22,7 +22,7 @@ from benchmarks.nodes import BACKENDS, OURS, endpoint_for
 from benchmarks.processes import BenchmarkError
 from ftcoord.core.layout import decided_key
 from ftcoord.core.rendezvous_records import parse_decided
-from ftcoord.demo.agents import Agent, descendants, no_orphans
+from ftcoord.demo.run import Agent, descendants, no_orphans
 from ftcoord.etcd.api import Batch, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.rendezvous.settings import RendezvousSettings

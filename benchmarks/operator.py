@@ -201,12 +201,12 @@ def _page(endpoint: str, client: EtcdClient, written: WrittenRun, repeat: int) -
     with _dashboard(endpoint) as (address, pid):
         began = time.perf_counter()
         stream = _Stream(address)
-        first = stream.next(lambda page: page["rounds"] is not None)
+        first = stream.next(lambda report: report["rounds"] is not None)
         first_ms = 1000 * (time.perf_counter() - began)
         for at in range(repeat):
             began, text = time.perf_counter(), f"change {at}"
             written.told_again(client, 0, text)
-            sizes.append(stream.next(lambda page, text=text: text in json.dumps(page)))  # type: ignore[misc]
+            sizes.append(stream.next(lambda report, text=text: text in json.dumps(report)))  # type: ignore[misc]
             updates.append(1000 * (time.perf_counter() - began))
         for at in range(5 * repeat):
             written.told_again(client, at % len(written.asks), f"churn {at}")
@@ -266,9 +266,9 @@ class _Stream:
         event = b""
         for line in self._lines:
             event = line if line.startswith(b"event:") else event
-            if event == b"event: page\n" and line.startswith(b"data: "):
-                page = json.loads(line.removeprefix(b"data: "))["page"]
-                if page is not None and is_wanted(page):
+            if event == b"event: report\n" and line.startswith(b"data: "):
+                report = json.loads(line.removeprefix(b"data: "))["report"]
+                if report is not None and is_wanted(report):
                     return len(line)
         raise BenchmarkError("the page's stream has ended")
 

@@ -32,7 +32,7 @@ def log_change(log: logging.Logger, text: str, level: int = logging.INFO, /, **f
 
     Args:
         text: what has happened, for people; it names the run, and why.
-        level: INFO, unless somebody should look at it.
+        level: INFO, unless it needs attention.
         facts: by the names in `FACTS`, for programs. None and empty values are left out. Member and revision are also
             printed after the text.
     """
@@ -68,17 +68,17 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, timezone.utc)
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
             "pid": record.process,
             "message": record.getMessage(),
         }
-        told |= {name: vars(record)[name] for name in FACTS if name in vars(record)}
+        fields |= {name: vars(record)[name] for name in FACTS if name in vars(record)}
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
 
 
 def show_if_asked(env: Mapping[str, str] | None = None) -> None:

@@ -205,7 +205,7 @@ def quorum_events(
         words: why members that are there no longer take part, by id.
     """
     ends = [
-        replica_end(previous.id, one.member, one.request.replica_id, causes.get(one.member), words.get(one.member))
+        replica_end(previous.id, one.member, one.request.replica_id, causes=causes, words=words)
         for one in gone_seats(previous, new)
         if previous and (one.request.replica_id not in new.names or one.member in causes)
     ]
@@ -226,14 +226,16 @@ def gone_seats(previous: QuorumRecord | None, new: QuorumRecord) -> list[QuorumS
     return [seat for seat in previous.seats if seat.member not in new.seated] if previous else []
 
 
-def replica_end(number: int, member: str, name: str, known: KnownCause | None, word: str | None) -> HistoryEvent:
-    """How a replica's part in this quorum ended, by its known cause of death, or its own word."""
+def replica_end(
+    number: int, member: str, name: str, *, causes: Mapping[str, KnownCause], words: Mapping[str, str]
+) -> HistoryEvent:
+    """How a replica's part in this quorum ended; see `quorum_events`."""
     kind, reason, noted = "lost", f"{name} is gone (its lease ended, or it left)", 0
-    if known is not None:
-        reason = told_leaving(name, known.cause) if known.left else f"{name}: {known.cause}"
-        kind, noted = "left" if known.left else "died", known.revision
-    elif word is not None:
-        kind, reason = "left", told_leaving(name, word)
+    if member in causes:
+        cause, noted, left = causes[member]
+        kind, reason = ("left", told_leaving(name, cause)) if left else ("died", f"{name}: {cause}")
+    elif member in words:
+        kind, reason = "left", told_leaving(name, words[member])
     return HistoryEvent(kind, number, name, name, reason, noted=noted, member=member)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -19,10 +20,10 @@ from ftcoord.core.history import (
     replica_end,
     told_first,
 )
-from ftcoord.core.rendezvous_records import FINISHED, WorkerFailure
+from ftcoord.core.rendezvous_records import FINISHED
 from ftcoord.escaping import counted, named
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.told import FORMAT, UNCOUNTED, Explanation, JobHistory, JobStatus, QuorumStatus, ToldEvent
+from ftcoord.operator.report import FORMAT, UNCOUNTED, Explanation, JobHistory, JobStatus, QuorumStatus, ToldEvent
 
 ROUNDS, QUORUMS = "rendezvous", "quorums"
 """The groups of a job, as they are told."""
@@ -30,9 +31,6 @@ MOST_BEHIND: Final = 8
 """The most replicas that are named as behind, or members as gone."""
 MOST_CRASHES: Final = 3
 """The most crashes that are named of a run that has finished."""
-_SIGKILL: Final = 9
-_SENT: Final = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGHUP", "SIGINT")
-"""Signals that a process gets from others only, never by a fault of its own."""
 
 
 def tell_history(job: str, rounds: Iterable[KeyValue], quorums: Iterable[KeyValue]) -> JobHistory:
@@ -86,8 +84,7 @@ def _explain_rounds(status: JobStatus, past: Sequence[PastEvent]) -> Explanation
     if last is None:
         return nothing
     number, is_closed, reason = last.event.number, last.event.kind == "closed", last.event.reason
-    later = (event for event, _ in past if event.kind == "round" and event.number > number)
-    successor = next(later, None)
+    successor = next((event for event, _ in past if event.kind == "round" and event.number > number), None)
     if is_closed and successor is None and reason.startswith(f"{FINISHED}:"):
         how = _after_colon(reason) + _on_its_way(past)
         return replace(nothing, happened=f"The run has finished: {how}.", now="", do="")
@@ -96,19 +93,15 @@ def _explain_rounds(status: JobStatus, past: Sequence[PastEvent]) -> Explanation
     if is_closed:
         what = "The run is over" if successor is None else f"{what}, and the run with it, which was started again since"
         reason = _after_colon(reason)
+    nothing = replace(nothing, happened=f"{what}: {reason}.", lost=_lost(past, number, successor))
     if first is None:
-        return replace(
-            nothing,
-            happened=f"{what}: {reason}.",
-            lost=_lost(past, number, successor),
-        )
+        return nothing
     by = f" ({reason})" if is_closed and first.line not in reason else ""
     return replace(
         nothing,
         happened=f"{what}{by}. It began with this: {told_first(first)}.{_who_was_lost(past, first)}",
         first=_tell(ROUNDS, first, _revision_of(past, first)),
         followed=followed,
-        lost=_lost(past, number, successor),
         do=_contradiction(status) or _advice(first) or do,
     )
 
@@ -148,9 +141,8 @@ def _lost(past: Sequence[PastEvent], number: int, successor: HistoryEvent | None
     stopped = f"The workers of round {number} were stopped: what they did since their last checkpoint is lost."
     if successor is None:
         return stopped
-    return (
-        f"{stopped} Round {successor.number} followed: {successor.reason.partition('; the round before ended: ')[0]}."
-    )
+    head, _, _ = successor.reason.partition("; the round before ended: ")
+    return f"{stopped} Round {successor.number} followed: {head}."
 
 
 def _now_of_rounds(status: JobStatus) -> str:
@@ -205,25 +197,25 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent], deaths: Mappi
         gone = _gone([f"{one.replica_id}: {one.cause}" if one.cause else one.replica_id for one in quorum.missing])
         which = f"quorum {quorum.id} has {counted(quorum.size, 'replica')}" if quorum.number else "it had no quorum yet"
         now = f"Now it is {quorum.state}: {which}{waits}{gone}."
-    ends = [_known_now(one, quorum, deaths) for one in past if one.event.is_end]
-    if quorum is not None:  # of these no decision tells yet
-        ends += [_end_of(one.member, one.replica_id, quorum.id, deaths, status.revision) for one in quorum.missing]
+    # Ends that were written with one decision are one interruption: the replicas come back, and the id may stay.
+    at = next((revision for event, revision in reversed(past) if event.is_end), 0)
+    ends = [_known_now(one, quorum, deaths) for one in past if one.event.is_end and one.revision == at]
+    if quorum is not None and quorum.missing:  # no decision tells of these yet
+        at = status.revision
+        ends = [_end_of(quorum.id, one.member, one.replica_id, deaths=deaths, noted=at) for one in quorum.missing]
     if not ends:
         return Explanation(FORMAT, status.job, status.healthy, "", None, 0, "", now, "")
-    number = ends[-1].number
-    last = {end.node: end for end in ends if end.number == number}  # a replica may have ended before, and come back
-    first = in_causal_order([*last.values()])[0]
-    since = max((at for event, at in past if event.is_end and event.number == number), default=status.revision)
-    successor = next((event for event, at in past if event.kind == "quorum" and at >= since), None)
+    first = in_causal_order(ends)[0]
+    successor = next((event for event, revision in past if event.kind == "quorum" and revision >= at), None)
     followed = f"Quorum {successor.number} followed: {successor.reason}. " if successor is not None else ""
     lost = f"{followed}The others lost the step that they were in, at most. {_healing(quorum)}"
     return Explanation(
         FORMAT,
         status.job,
         status.healthy,
-        f"Quorum {number} lost members. It began with this: {told_first(first)}.",
+        f"Quorum {first.number} lost members. It began with this: {told_first(first)}.",
         _tell(QUORUMS, first, _revision_of(past, first)),
-        len(last) - 1,
+        len(ends) - 1,
         lost.rstrip(),
         now,
         _order(past, first) or _advice(first),
@@ -237,11 +229,11 @@ def _known_now(one: PastEvent, quorum: QuorumStatus | None, deaths: Mapping[str,
     has_gone = NOT_ASKING in end.reason and end.member not in live
     if end.kind == "died" or not (end.member in deaths or has_gone):
         return end
-    return _end_of(end.member, end.node, end.number, deaths, end.noted)
+    return _end_of(end.number, end.member, end.node, deaths=deaths, noted=end.noted)
 
 
-def _end_of(member: str, name: str, number: int, deaths: Mapping[str, KnownCause], noted: int) -> HistoryEvent:
-    end = replica_end(number, member, name, deaths.get(member), None)
+def _end_of(number: int, member: str, name: str, *, deaths: Mapping[str, KnownCause], noted: int) -> HistoryEvent:
+    end = replica_end(number, member, name, causes=deaths, words={})
     return replace(end, noted=end.noted or noted)
 
 
@@ -265,56 +257,48 @@ def _healing(quorum: QuorumStatus | None) -> str:
 
 # -- words ------------------------------------------------------------------------------------------------------
 
+_ADVICE: Final = (
+    ("^follows", "See which host of that round does not run, or reaches neither etcd nor the others."),
+    ("^lost", "See whether the host of {who} runs, and whether it reaches etcd; replace it if not."),
+    (f"^left .*{OBEYED}", "It was told to stop: by the scheduler, or by hand."),
+    ("^left", ""),
+    ("^expired", "See in the log of {who} where the worker was in {timer!r}; give it longer if it was slow."),
+    ("^died .*evicted by", "It was evicted by hand: it comes back unless its process or its host is stopped."),
+    (r"^died .*\(OOM\)", "Give the host's job more memory, or have it use less."),
+    (r"\(OOM\)|outofmemoryerror", "Give it more memory, or have it use less, such as smaller batches."),
+    (
+        "^failed raised",
+        "See the traceback: `ftcoord history -o json` has its head, and the worker's log has all of it.",
+    ),
+    (r"^failed .*\(SIGKILL\)", "See who killed it on {who}: the kernel says so if memory ran out (dmesg)."),
+    (
+        r"\((SIGUSR1|SIGUSR2|SIGTERM|SIGHUP|SIGINT)\)",  # a process gets these from others only
+        "See who sent {signal} on {who}: schedulers announce so that they end or preempt a job (Slurm by --signal)."
+        " Have the script handle it, or only the batch script get it.",
+    ),
+    ("^died", "See the log of {who}, and what its kernel says (dmesg)."),
+    ("signal", "See the worker's log on {who}: a library crashed, or aborted. A core dump tells where."),
+    (
+        "",
+        "See the worker's log on {who}. With torch's `record` around its main function the exception is told here:"
+        " torch.distributed.elastic.multiprocessing.errors.",
+    ),
+)
+"""What to do about a first cause that is found in this way, the first one counts."""
+
 
 def _advice(first: HistoryEvent) -> str:
     """What to do about a first cause."""
-    if is_consequence(first):
-        return "See which host of that round does not run, or reaches neither etcd nor the others."
+    about, timer = f"{first.kind} {first.reason}", ""
     if first.failures:
-        return _advice_for_worker(first, first.failures[0])
-    if first.kind == "lost":
-        return f"See whether the host of {first.who} runs, and whether it reaches etcd; replace it if not."
-    if first.kind == "left":
-        obeyed = OBEYED in first.reason
-        return "It was told to stop: by the scheduler, or by hand." if obeyed else ""
-    if "evicted by" in first.reason:
-        return "It was evicted by hand: it comes back unless its process or its host is stopped."
-    if "(OOM)" in first.reason:
-        return "Give the host's job more memory, or have it use less."
-    if sent := _sent(first.reason):
-        return _who_sent(sent, first.who)
-    return f"See the log of {first.who}, and what its kernel says (dmesg)."
-
-
-def _advice_for_worker(end: HistoryEvent, worker: WorkerFailure) -> str:
-    if worker.timer:
-        return f"See in the log of {end.who} where the worker was in {worker.timer!r}; give it longer if it was slow."
-    if "outofmemoryerror" in worker.exception.lower().replace(" ", "") or "(OOM)" in worker.fate:
-        return "Give it more memory, or have it use less, such as smaller batches."
-    if worker.exception:
-        return "See the traceback: `ftcoord history -o json` has its head, and the worker's log has all of it."
-    if worker.signal == _SIGKILL:
-        return f"See who killed it on {end.who}: the kernel says so if memory ran out (dmesg)."
-    if sent := _sent(worker.fate):
-        return _who_sent(sent, end.who)
-    if worker.signal:
-        return f"See the worker's log on {end.who}: a library crashed, or aborted. A core dump tells where."
-    return (
-        f"See the worker's log on {end.who}. With torch's `record` around its main function the exception is told here:"
-        " torch.distributed.elastic.multiprocessing.errors."
-    )
-
-
-def _sent(fate: str) -> str:
-    """The signal that others sent; empty for none."""
-    return next((name for name in _SENT if f"({name})" in fate), "")
-
-
-def _who_sent(name: str, host: str) -> str:
-    return (
-        f"See who sent {name} on {host}: schedulers announce so that they end or preempt a job (Slurm by --signal)."
-        " Have the script handle it, or only the batch script get it."
-    )
+        worker = first.failures[0]
+        raised, timer = worker.exception.lower().replace(" ", ""), worker.timer
+        about = f"{first.kind} raised {raised}" if raised else f"{first.kind} {worker.fate}"
+    if is_consequence(first):
+        about = "follows"
+    found = ((re.search(pattern, about, re.DOTALL), advice) for pattern, advice in _ADVICE)
+    match, advice = next((match, advice) for match, advice in found if match)
+    return advice.format(who=first.who, timer=timer, signal=match[match.lastindex or 0])
 
 
 def _after_colon(reason: str) -> str:

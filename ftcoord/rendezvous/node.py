@@ -189,7 +189,7 @@ class Node:
             mine, failed, now = self.round, self.failure, lives.record
             is_mine = mine is not None and failed is not None and is_same_round(now, mine)
             told = [failure_event(now.number, self.host, self.id, failed)] if failed and is_mine else []
-            self._run.note_last(now, lives.record_lease, self.host, lives.id, told, words)
+            self._run.note_last(now, lives.record_lease, told, host=self.host, member=lives.id, within=words)
         self.participant.leave(within.left())
 
     def waiting(self) -> tuple[int, str]:

@@ -69,6 +69,7 @@ def change_record(
     prefix: str,
     run_ttl: int,
     change: Callable[[AnyRound], RecordChange | None],
+    *,
     by: str,
     within: TimeLimit,
 ) -> None:
@@ -88,7 +89,7 @@ def change_record(
         lease = kv.lease if kv and kv.lease else etcd.grant(run_ttl, timeout=within.left()).id
         put = Put(key, rendezvous_records.encode(replace(changed.record, by=writer)), lease)
         events = signed(changed.events, by, int(concurrency.wall() * 1000))
-        more = event_puts(prefix, events, lease, kv.mod_revision if kv else 0, writer)
+        more = event_puts(prefix, events, lease, revision=kv.mod_revision if kv else 0, writer=writer)
 
         def write(
             more: Sequence[Op], put: Put = put, kv: KeyValue | None = kv, also: Sequence[Op] = changed.also

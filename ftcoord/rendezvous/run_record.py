@@ -134,7 +134,7 @@ class RunRecord:
         """End the run. False if another round was decided meanwhile."""
         settings = self._settings
         try:
-            change_record(self._etcd, settings.prefix, settings.run_ttl, end, by, within)
+            change_record(self._etcd, settings.prefix, settings.run_ttl, end, by=by, within=within)
         except _RoundReplaced:
             return False
         return True
@@ -208,7 +208,7 @@ class RunRecord:
         return [ask for _, ask in _asks_in(found)], found.count
 
     def note_last(
-        self, now: AnyRound, lease: int, host: str, member: str, mine: Sequence[HistoryEvent], within: TimeLimit
+        self, now: AnyRound, lease: int, mine: Sequence[HistoryEvent], *, host: str, member: str, within: TimeLimit
     ) -> None:
         """For a run that ended because an unknown peer was lost: add to the history what a member that leaves it knows:
         how its own worker failed, and which members of the last round have reported nothing by then.
@@ -230,7 +230,7 @@ class RunRecord:
                 reason = f"{named(sorted(one.host for one in silent))} had reported nothing when {host} left"
                 events.append(HistoryEvent("silent", now.number, *who, reason))
             events = signed(events, member, int(concurrency.wall() * 1000))
-            puts = event_puts(prefix, events, lease, found.revision, member)
+            puts = event_puts(prefix, events, lease, revision=found.revision, writer=member)
             self._etcd.txn([exists(member_key(prefix, member))], puts, timeout=within.left(HISTORY_TIMEOUT))
         except EtcdError as error:
             log.debug("the history of a run that is over is incomplete: %s", error)

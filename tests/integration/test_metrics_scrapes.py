@@ -27,7 +27,7 @@ from rdzv_nodes import MakeNodes
 
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import ManagerClient, ManagerServer
-from ftcoord.core.layout import KEY_PREFIX, decided_key, event_key, run_prefix
+from ftcoord.core.layout import KEY_PREFIX, decided_key, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ServerError
 from ftcoord.etcd.client import EtcdClient
@@ -162,24 +162,22 @@ def test_an_etcd_that_is_away_is_told_and_nothing_else(fragile: EtcdServer, capl
         for _ in range(2):
             assert scrape(server.url) == {"ftcoord_etcd_up": {(): 0}}
         (warned,) = (one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING)
-        assert "etcd cannot be read, so nothing is told of runs" in warned
+        assert "cannot read etcd, so only ftcoord_etcd_up is exported" in warned
         fragile.restart()
         eventually(lambda: scrape(server.url)["ftcoord_etcd_up"] == {(): 1}, "etcd is back")
 
 
-def test_jobs_of_which_only_the_history_is_left_do_not_hide_live_ones(
+def test_jobs_beyond_the_first_are_counted(
     etcd: EtcdServer, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "MOST_RUNS", 2)
-    for job in ("a1", "a2", "a3"):
-        client.put(event_key(run_prefix("/past", job), 1, "w", 0), b"{}")
     for job in ("b1", "b2", "b3"):
         client.put(decided_key(run_prefix("/past", job)), b"{}")
     config = EtcdConfig.load(etcd.get_endpoint(), env={})
     found = {one.name: one.samples for one in RunsCollector(config, "/past").collect()}
     assert {sample.labels["run"] for sample in found["ftcoord_run_healthy"]} == {"b1", "b2"}
     assert found["ftcoord_runs"][0].value == 3
-    assert found["ftcoord_runs_untold"][0].value == 1
+    assert found["ftcoord_runs_not_exported"][0].value == 1
 
 
 def test_a_scrape_that_fails_hurts_nobody(url: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -53,28 +53,25 @@ def run(etcd: EtcdServer, capsys: pytest.CaptureFixture[str]) -> Commands:
     return Commands(etcd.get_endpoint(), capsys)
 
 
-def test_a_run_is_told_from_its_first_node_to_its_end(make_nodes: MakeNodes, run: Commands) -> None:
-    nodes = make_nodes(2, 2, run_id="told")
+def test_a_run_is_shown_from_its_first_node_on(make_nodes: MakeNodes, run: Commands) -> None:
+    """What all commands show of one that runs: test_same_story."""
+    nodes = make_nodes(2, 2, run_id="shown")
     first, second = nodes.add(2)
     joining = waits(first)
-    alone = run.json("status", "told")
+    alone = run.json("status", "shown")
     assert (alone["rounds"]["state"], alone["healthy"]) == ("forming", False)
     assert alone["rounds"]["next"] == {
         "decision": "wait",
         "reason": "1 of at least 2 nodes are there",
         "rule": "R4 forming",
     }
-    assert run("status", "told")[0] == 1
+    assert run("status", "shown")[0] == 1
     for join in (joining, second.join()):
         join.result(DEADLINE)
-    code, shown, _ = run("status", "told")
-    assert code == 0
-    assert "round 1 is running on 2 nodes [R3 recall]" in shown
-    found = run.json("status", "told")["rounds"]
-    assert [(one["rank"], one["standing"]) for one in found["members"]] == [(0, "running"), (1, "running")]
-    assert all(0 < one["lease_left"] <= one["lease_ttl"] for one in found["members"])
-    line = next(one for one in run.json("ls")["jobs"] if one["job"] == "told")
-    assert (line["state"], line["round"], line["nodes"], line["members"]) == ("running", 1, 2, 2)
+    code, shown, _ = run("status", "shown")
+    assert (code, "round 1 is running on 2 nodes [R3 recall]" in shown) == (0, True)
+    found = run.json("status", "shown")["rounds"]["members"]
+    assert all(0 < one["lease_left"] <= one["lease_ttl"] for one in found)
 
 
 def test_an_evicted_node_is_called_back_with_the_reason(make_nodes: MakeNodes, run: Commands) -> None:
@@ -225,19 +222,6 @@ def test_hostile_names_move_no_cursor(format: str, run: Commands, client: EtcdCl
     client.delete(Span(f"{prefix}/", is_prefix=True))
 
 
-def test_garbage_is_told_and_is_no_traceback(run: Commands, client: EtcdClient) -> None:
-    prefix = run_prefix(KEY_PREFIX, "garbage")
-    client.put(decided_key(prefix), b"\xff{")
-    client.put(member_key(prefix, "nobody"), b"\xff{")
-    code, shown, _ = run("status", "garbage")
-    assert code == 1
-    assert "does not hold JSON" in shown
-    found = run.json("status", "garbage")
-    assert {one["key"] for one in found["unreadable"]} == {decided_key(prefix), member_key(prefix, "nobody")}
-    assert next(one for one in run.json("ls")["jobs"] if one["job"] == "garbage")["state"] == "unreadable"
-    client.delete(Span(f"{prefix}/", is_prefix=True))
-
-
 def test_nobody_knows_this_job(run: Commands) -> None:
     for arguments in (("status", "nobody"), ("evict", "nobody", "x", "--yes"), ("close", "nobody", "--yes")):
         code, shown, told = run(*arguments)
@@ -264,11 +248,9 @@ def test_the_doctor_of_an_etcd_without_space_and_without_logins(fragile: EtcdSer
 
 
 def test_the_doctor_does_what_agents_do(
-    run: Commands, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What stands between a host and etcd may pass calls, and no streams."""
-    works = {one["about"]: one["level"] for one in run.json("doctor")["findings"]}
-    assert (works["lease"], works["watch"]) == ("ok", "ok")
 
     def refuse(*_: object, **__: object) -> int:
         raise EtcdUnavailable("context canceled")
@@ -279,8 +261,8 @@ def test_the_doctor_does_what_agents_do(
     shown = capsys.readouterr().out
     broken = {one["about"]: one["found"] for one in json.loads(shown)["findings"] if one["level"] == "problem"}
     assert broken == {
-        "lease": "not one is renewed: context canceled",
-        "watch": "not one is confirmed: etcd has not answered for 1 s",
+        "lease": "none was renewed: context canceled",
+        "watch": "none was confirmed: etcd has not answered for 1 s",
     }
 
 
@@ -304,6 +286,7 @@ def test_without_etcd_all_end_with_3_and_say_where_they_looked(
         (("status", " "), "JOB"),
         (("status", "job", "--min-replicas", "0"), "--min-replicas"),
         (("status",), "JOB"),
+        (("train",), "demo"),
         (("gateway",), "--etcd"),
     ],
 )

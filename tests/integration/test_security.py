@@ -30,9 +30,17 @@ from ftcoord.embedded.server import LOOPBACK, EtcdServer, ReservedPort
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdUnavailable
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls
+from ftcoord.metrics import exporter
+from ftcoord.metrics.exporter import (
+    CONNECTION_TIMEOUT,
+    MOST_SCRAPERS,
+    MOST_THREADS,
+    MetricsAddress,
+    MetricsServer,
+    serving_tls,
+)
 from ftcoord.metrics.process import collect_process
-from ftcoord.operator.member_http import read_numbers
+from ftcoord.operator.doctor import read_metrics
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2
@@ -163,7 +171,7 @@ def test_a_certificate_has_the_name_of_a_host_without_its_last_dot(
     config = EtcdConfig.load(url(secure, host="localhost."), env={}, **tls)
     with EtcdClient(config) as client:
         assert client.put(prefix, b"").succeeded
-    assert read_numbers(config.endpoints[0], config.tls, DEADLINE) is not None
+    assert read_metrics(config.endpoints[0], config.tls, DEADLINE) is not None
 
 
 WANTED = "it wants a client certificate that it trusts: set FTCOORD_CERT and FTCOORD_KEY"
@@ -494,7 +502,7 @@ def test_commands_take_tls_and_a_login_as_all_else_does(
 
 def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority, node: Issued) -> None:
     served = authority.issue("metrics", "IP:127.0.0.1")
-    tls = ServingTls.load(served.cert, served.key, authority.cert)
+    tls = serving_tls(served.cert, served.key, authority.cert)
     context = ssl.create_default_context(cafile=authority.cert)
     with MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process) as server:
         assert server.url.startswith("https://")
@@ -503,6 +511,40 @@ def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority,
         context.load_cert_chain(node.cert, node.key)
         with urllib.request.urlopen(server.url, timeout=DEADLINE, context=context) as answer:
             assert b"ftcoord_info" in answer.read()
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authority, secure: bool) -> None:
+    served = authority.issue("metrics", "IP:127.0.0.1")
+    tls = serving_tls(served.cert, served.key, None) if secure else None
+    context = ssl.create_default_context(cafile=authority.cert)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process))
+        port = urlsplit(server.url).port
+        for _ in range(MOST_SCRAPERS + 20):
+            stack.enter_context(socket.create_connection((LOOPBACK, port), DEADLINE))
+        for _ in range(2):
+            with urllib.request.urlopen(server.url, timeout=DEADLINE, context=context) as answer:
+                assert b"ftcoord_info" in answer.read()
+        served_by = [one for one in threading.enumerate() if one.name == "ftcoord-scrape"]
+        assert 0 < len(served_by) <= MOST_THREADS
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < CONNECTION_TIMEOUT / 3
+        for thread in served_by:
+            thread.join(DEADLINE)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("first", [b"", b"GET / HT"])
+def test_a_connection_to_the_metrics_lasts_only_so_long(monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
+    monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT", 0.2)
+    with (
+        MetricsServer(MetricsAddress(LOOPBACK, 0), collect_process) as server,
+        socket.create_connection((LOOPBACK, urlsplit(server.url).port), DEADLINE) as slow,
+    ):
+        slow.sendall(first)
+        assert slow.recv(1) == b""
 
 
 @pytest.mark.parametrize(

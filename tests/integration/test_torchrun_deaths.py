@@ -15,7 +15,7 @@ from jobs import Job
 from test_torchrun import decided, keys
 from victims import runs
 
-from ftcoord.demo.agents import descendants
+from ftcoord.demo.run import descendants
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.primitives.orphans import GRACE
 from ftcoord.primitives.sentinel import PROGRAM

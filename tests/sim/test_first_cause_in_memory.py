@@ -34,8 +34,8 @@ from ftcoord.core.rendezvous_records import AnyRound
 from ftcoord.etcd.api import Get
 from ftcoord.operator.history import explain
 from ftcoord.operator.reading import read_events, read_job
+from ftcoord.operator.report import Explanation
 from ftcoord.operator.status import Rules, tell_job
-from ftcoord.operator.told import Explanation
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 CASES: Final = 200

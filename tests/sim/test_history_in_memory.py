@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import pytest
 from doors import Door
+from ftcoord.operator.told import Explanation
 from test_asks_in_memory import PAIR, ask, in_background, replica_of
 from test_participants_in_memory import LEASE_TTL, end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
@@ -45,7 +46,6 @@ from ftcoord.operator.history import explain
 from ftcoord.operator.orders import evict_members, find_members
 from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.status import Rules, tell_job
-from ftcoord.operator.told import Explanation
 from ftcoord.primitives.group.decided_record import MOST_OPERATIONS, DecidedRecord
 from ftcoord.primitives.group.events import KEPT_EVENTS, EventLog
 from ftcoord.rendezvous.run_record import RunRecord

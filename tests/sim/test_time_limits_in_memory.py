@@ -12,7 +12,7 @@ from worlds import World, play, simulated
 from ftcoord import concurrency
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.rendezvous_records import AnyRound, encode
+from ftcoord.core.rendezvous_records import AnyRound, Round
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, TimeLimit
@@ -100,8 +100,9 @@ def test_a_run_is_closed_in_time_or_not_at_all(world: World) -> None:
     """Its record is read, a lease is granted, and the record is written: each in time by itself, but not together."""
 
     def ends(now: AnyRound) -> RecordChange:
-        return RecordChange(encode(now), (), ())
+        assert isinstance(now, Round)
+        return RecordChange(now, ())
 
     client = world.etcd.client(lambda _call: Fate(answers=0.8 * TIMEOUT))
-    seconds = seconds_of(lambda: change_record(client, "/run", 60, ends, "me", TimeLimit.of(TIMEOUT)))
+    seconds = seconds_of(lambda: change_record(client, "/run", 60, ends, by="me", within=TimeLimit.of(TIMEOUT)))
     assert seconds < TIMEOUT + LAST_REQUESTS

@@ -1,5 +1,6 @@
-"""A job's history: which end of a round came first, of injected failures and what follows from each as real systems do
-it; the records of events, and the events of decisions."""
+"""A job's history: which end of a round came first, the records of events, and the events of decisions.
+
+`tests/sim/test_first_cause_in_memory.py` plays 200 failures as a whole."""
 
 from __future__ import annotations
 
@@ -68,6 +69,22 @@ def failed(node: str, failure: WorkerFailure) -> HistoryEvent:
 
 def end(kind: str, node: str, what: str) -> HistoryEvent:
     return HistoryEvent(kind, 3, f"host of {node}", node, f"host of {node} {what}")
+
+
+@pytest.mark.parametrize("text", PEER_ERRORS)
+def test_what_a_worker_raises_about_a_lost_peer_follows_from_that(text: str) -> None:
+    peer = replace(failed("node1", raised(text)), noted=9)
+    for first in (end("died", "node2", "was killed"), end("lost", "node2", "is gone"), failed("node2", exited(3))):
+        later = replace(first, noted=10)
+        assert in_causal_order([peer, later]) == [later, peer]
+
+
+@pytest.mark.parametrize("text", OWN_ERRORS)
+def test_what_a_worker_raises_of_its_own_is_a_first_cause(text: str) -> None:
+    own, lost = replace(failed("node1", raised(text)), noted=9), replace(end("lost", "node2", "is gone"), noted=10)
+    assert in_causal_order([lost, own]) == [own, lost]
+    earlier = replace(lost, noted=8)
+    assert in_causal_order([own, earlier]) == [earlier, own], "of two that begin, the first that was reported"
 
 
 def test_an_abort_may_be_the_first_of_all() -> None:

@@ -21,10 +21,10 @@ FLOORS = (
     "ftcoord",
     "escaping",
     "errors",
-    "closing log_once python_queue",
+    "closing log_once",
     "concurrency",
     "endpoints files fork proc pool",
-    "config job_url metrics.http metrics.process",
+    "config job_url metrics.process",
     "metrics.exporter logs",
     "core.strict core.layout core.outlook core.lease core.vote core.store_values",
     "core.manager_address core.office",
@@ -111,30 +111,19 @@ FLOORS = (
     "coordination",
     "proactive",
     "torchft",
-    "demo.agents demo.train",
+    "demo.train",
     "demo.run",
     "demo",
-    "operator.told",
-    "operator.told",
+    "operator.report",
     "operator.job_keys",
-    "operator.rounds operator.quorums operator.timers",
-    "operator.status operator.naming operator.findings operator.history",
-    "operator.listing operator.reading operator.member_http",
-    "operator.acting operator.following operator.summary operator.watching operator.metrics",
-    "operator.orders",
-    "operator.examining",
-    "dashboard.pages dashboard.guarding dashboard.acts dashboard.pasts dashboard.refusals",
-    "dashboard.board",
-    "dashboard.connections",
+    "operator.status operator.history operator.doctor",
+    "operator.reading",
+    "operator.orders operator.metrics",
+    "dashboard.feeds",
     "dashboard.app",
-    "dashboard.serving",
-    "commands.codes commands.output",
+    "dashboard.server",
+    "commands.output",
     "commands.flags",
-    "commands.completion commands.jobs",
-    "commands.acting commands.doctor commands.explaining commands.listing",
-    "commands.looking",
-    "commands.paging commands.watching",
-    "commands.serving",
     "commands",
     "cli _torchrun",
     "__main__",
@@ -243,7 +232,6 @@ def upward(module: str) -> Set[str]:
 
 OWN_THREADS = {
     "ftcoord.concurrency": "it is the seam",
-    "ftcoord.python_queue": "the seam makes it",
 }
 """Modules that may name Python's threads, locks and clocks, and why."""
 SEAM = {"threading", "queue", "time", "_thread", "sched"}
@@ -264,6 +252,21 @@ def test_the_core_is_pure() -> None:
     assert offenders(core, lambda module: tops(imports(module)) - PURE_CORE - {"ftcoord"}) == {}
     ours = {module: {name for name in imports(module) if name.startswith("ftcoord")} for module in core}
     assert offenders(core, lambda module: set(map(part_of, ours[module])) - {"core", "errors", "escaping"}) == {}
+
+
+TELLING = [f"ftcoord.operator.{name}" for name in ("report", "job_keys", "status", "history")]
+"""What operators are told: as pure as the core, from keys as the API has them."""
+
+
+def test_what_operators_are_told_is_pure() -> None:
+    known = {"ftcoord.etcd.api", *TELLING}
+    ours = {module: {name for name in imports(module) if name.startswith("ftcoord")} for module in TELLING}
+    assert offenders(TELLING, lambda module: tops(imports(module) - ours[module]) - PURE_CORE) == {}
+    foreign = {
+        module: {one for one in ours[module] if part_of(one) not in {"core", "errors", "escaping"}}
+        for module in TELLING
+    }
+    assert offenders(TELLING, lambda module: foreign[module] - known) == {}
 
 
 @pytest.mark.parametrize("command", ["ls", "status", "history", "why", "doctor"])

@@ -1,4 +1,4 @@
-"""What the doctor finds, what may be deleted, and whom a name means: from facts in memory."""
+"""What the doctor finds, and whom a name means: from facts in memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from ftcoord.core import quorum_records, rendezvous_records
 from ftcoord.core.layout import member_id, member_key, quorum_prefix, run_prefix
 from ftcoord.etcd.api import KeyValue, MemberStatus
-from ftcoord.operator.findings import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
+from ftcoord.operator.doctor import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings, quantile_bound
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
-from ftcoord.operator.member_http import quantile_bound
-from ftcoord.operator.naming import members_called, owners
+from ftcoord.operator.orders import members_called, owners
 
 STATUS = MemberStatus("3.6.9", "a", "a", 3, 1000, 1000, 0, False, (), 0.001)
 FACTS = EtcdFacts([EndpointFacts("h1:2379", STATUS)], True, False, False, "/f", [], 0.001, 0.002)
@@ -51,18 +50,21 @@ def test_clocks_are_told_as_they_were_seen() -> None:
 
 def test_fsyncs_that_took_longer_than_etcd_counts_are_told_in_words() -> None:
     (one,) = [one for one in findings(endpoint(fsync_seconds=math.inf)).findings if one.about.startswith("fsync")]
-    assert one.found.startswith("more than 1 of 100 took longer than it counts")
+    assert one.found.startswith("more than 1 of 100 took longer than etcd's highest bucket")
     assert "inf" not in one.found
+
+
+START = 'f_bucket{le="'
 
 
 def test_a_share_of_a_histogram_has_a_bound() -> None:
     counts = {"0.001": 90, "0.002": 98, "0.004": 99, "+Inf": 100}
     text = "# TYPE f histogram\n" + "".join(f'f_bucket{{le="{le}"}} {count}\n' for le, count in counts.items())
-    assert quantile_bound(text, "f", 0.9) == 0.001
-    assert quantile_bound(text, "f", 0.99) == 0.004
-    assert quantile_bound(text, "f", 1) == float("inf")
+    assert quantile_bound(text, START, 0.9) == 0.001
+    assert quantile_bound(text, START, 0.99) == 0.004
+    assert quantile_bound(text, START, 1) == float("inf")
     assert quantile_bound(text, "g", 0.99) is None
-    assert quantile_bound('f_bucket{le="+Inf"} 0', "f", 0.99) is None
+    assert quantile_bound(f'{START}+Inf"}} 0', START, 0.99) is None
 
 
 def test_nothing_is_wrong_with_a_good_etcd() -> None:
@@ -75,7 +77,7 @@ def test_nothing_is_wrong_with_a_good_etcd() -> None:
     ("facts", "expected"),
     [
         (
-            replace(FACTS, endpoints=[*FACTS.endpoints, EndpointFacts("h2", None, "refused")]),
+            replace(FACTS, endpoints=[*FACTS.endpoints, EndpointFacts("h2", error="refused")]),
             {"endpoint h2": "problem"},
         ),
         (replace(FACTS, alarms=[("a", "CORRUPT")]), {"alarm": "problem"}),
@@ -112,16 +114,13 @@ def test_endpoints_of_two_clusters_are_noticed() -> None:
     assert said(replace(FACTS, endpoints=[*FACTS.endpoints, other])) == {"leader": "problem", "release": "hint"}
 
 
-# -- what may be deleted --------------------------------------------------------------------------------------------
+# -- whom a name means ----------------------------------------------------------------------------------------------
 
 RUN, QUORUM = run_prefix("/f", "job"), quorum_prefix("/f", "job")
 
 
 def kv(key: str, value: bytes, lease: int = 0) -> KeyValue:
     return KeyValue(key, value, 1, 1, 1, lease)
-
-
-# -- whom a name means ----------------------------------------------------------------------------------------------
 
 
 def node(lease: int, name: str, host: str) -> KeyValue:
@@ -145,7 +144,7 @@ REPLICAS = (
 
 
 def keys(*nodes: KeyValue) -> JobKeys:
-    return JobKeys("job", 5, GroupKeys(RUN, below_members=nodes), GroupKeys(QUORUM, below_members=REPLICAS), 9)
+    return JobKeys("job", 5, GroupKeys(RUN, below_members=nodes), GroupKeys(QUORUM, below_members=REPLICAS), True)
 
 
 TWO = keys(node(1, "n1", "h (pid 7)"), node(2, "n1", "h (pid 7)"), node(3, "n2", "h (pid 8)"))

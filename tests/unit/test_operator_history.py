@@ -11,8 +11,8 @@ import builders
 import pytest
 from test_operator_status import QUORUM, RUN, ask, nodes, seats, told_of
 
-from ftcoord.commands.explaining import _history_lines, why_lines
 from ftcoord.commands.output import Terminal, to_json
+from ftcoord.commands.status_watch_history_why import history_lines, why_lines
 from ftcoord.core import death_records, rendezvous_records
 from ftcoord.core.death_records import Death
 from ftcoord.core.history import NOT_ASKING, HistoryEvent, encode
@@ -21,7 +21,7 @@ from ftcoord.core.rendezvous_records import Round, WorkerFailure
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.history import explain, tell_history
 from ftcoord.operator.job_keys import GroupKeys
-from ftcoord.operator.told import Explanation, JobStatus, MissingReplica, NextDecision, QuorumStatus, ReplicaStatus
+from ftcoord.operator.report import Explanation, JobStatus, MissingReplica, NextDecision, QuorumStatus, ReplicaStatus
 
 RAISED = WorkerFailure(90, 5, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", "Traceback ...")
 RESET = replace(RAISED, pid=91, exception="RuntimeError: Connection reset by peer")
@@ -265,6 +265,20 @@ def test_a_replica_that_the_others_went_on_without_is_told_as_it_is_known_now() 
     assert told([], death("1", "its host went down", 150)) == ("died", "a: its host went down")
 
 
+def test_a_death_is_not_blamed_on_one_of_which_the_replica_came_back_since() -> None:
+    """Its quorum kept its id."""
+    decided = HistoryEvent("quorum", 3, reason="3 replicas")
+    deaths = [
+        HistoryEvent("died", 3, name, name, f"{name}: killed", noted=at, member=name) for at, name in enumerate("bc")
+    ]
+    found = explain(told_of(), (), events(decided, *deaths, prefix=QUORUM))
+    assert found.first is not None
+    assert (found.first.who, found.followed) == ("c", 0)
+    found = explain(missing(MissingReplica(0, "d", "1", "")), (), events(decided, *deaths, prefix=QUORUM))
+    assert found.first is not None
+    assert found.first.who == "d"
+
+
 def test_a_replica_that_was_killed_by_hand_is_told_as_such() -> None:
     """Its process exits with status 1 then, which its log and its kernel do not explain."""
     exited = ended("died", "b", "b: hostB exited with code 1", 0, number=3)
@@ -304,14 +318,14 @@ def test_no_text_of_anybody_moves_the_cursor() -> None:
     all_of_it = [HistoryEvent("failed", 7, hostile, hostile, hostile, (worker,)), recalled(hostile)]
     history = tell_history(hostile, events(*all_of_it), ())
     explained = why(running(8, "hostA"), *all_of_it)
-    for line in (*lines(history, _history_lines), *lines(explained, why_lines)):
+    for line in (*lines(history, history_lines), *lines(explained, why_lines)):
         assert line.isascii()
         assert line.isprintable()
     assert to_json(history).isascii()
 
 
 def test_reasons_are_shown_whole() -> None:
-    told = lines(tell_history("job", events(recalled("x" * 300)), ()), _history_lines)
+    told = lines(tell_history("job", events(recalled("x" * 300)), ()), history_lines)
     assert re.search("x{300}", told[1])
 
 

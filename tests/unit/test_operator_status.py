@@ -12,8 +12,8 @@ import builders
 import pytest
 from held import TIMER, WORKER, expired_kv, timers_kv
 
-from ftcoord.commands.looking import status_lines
 from ftcoord.commands.output import Terminal, to_json
+from ftcoord.commands.status_watch_history_why import status_lines
 from ftcoord.core import death_records, quorum_head, quorum_records, rendezvous_records
 from ftcoord.core.layout import (
     death_key,
@@ -30,10 +30,10 @@ from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, WorkerFailure, chunks_of, head_of, roll_id
 from ftcoord.core.round_situation import RoundOptions
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
-from ftcoord.operator.status import Rules, foremost, members_of, tell_job, with_leases
-from ftcoord.operator.summary import tell_line
-from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus, TimerStatus
+from ftcoord.operator.job_keys import GroupKeys, JobKeys
+from ftcoord.operator.reading import with_leases
+from ftcoord.operator.report import JobStatus, QuorumStatus, RoundsStatus, TimerStatus
+from ftcoord.operator.status import Rules, foremost, tell_job, tell_line
 
 RUN = run_prefix("/f", "job")
 QUORUM = quorum_prefix("/f", "job")
@@ -72,8 +72,19 @@ def rounds(
 
 
 def told_of(rounds: GroupKeys | None = None, quorum: GroupKeys | None = None, rules: Rules | None = None) -> JobStatus:
-    keys = JobKeys("job", 9, rounds or GroupKeys(RUN), quorum or GroupKeys(QUORUM), 5)
-    return with_leases(tell_job(keys, rules or Rules()), {member_id(1): LeaseTime(7, 10)})
+    keys = JobKeys("job", 9, rounds or GroupKeys(RUN), quorum or GroupKeys(QUORUM), True)
+    return with_leases(Leases(), tell_job(keys, rules or Rules()))
+
+
+class Leases:
+    """Only that of the first member is there."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+        self.asked.append(member_id(lease_id))
+        return (7, 10) if lease_id == 1 else (-1, 0)
 
 
 RUNNING = builders.round_(3, seats("a", "b"), port=5, ready=True, limits=(2, 4))
@@ -128,7 +139,7 @@ def test_a_node_that_is_to_leave_is_draining_until_it_has_left() -> None:
 
 
 def timers(*kvs: KeyValue) -> JobStatus:
-    return tell_job(JobKeys("job", 9, GroupKeys(RUN), GroupKeys(QUORUM), 5, kvs), Rules())
+    return tell_job(JobKeys("job", 9, GroupKeys(RUN), GroupKeys(QUORUM), True, kvs), Rules())
 
 
 def test_timers_are_told_as_they_expire() -> None:
@@ -329,7 +340,7 @@ def test_a_job_whose_members_died_before_the_first_decision_is_not_healthy(prefi
     part = found.rounds or found.quorum
     assert part is not None
     assert (found.healthy, part.state) == (False, "empty")
-    assert part.next.reason == "nobody is there; the last member ended before there was a decision: death 1"
+    assert part.next.reason == "no member is left; the last one ended before the first decision: death 1"
     assert tell_line(found).note == part.next.reason
 
 
@@ -427,14 +438,6 @@ def test_a_request_without_a_known_profile_is_unclear() -> None:
     assert [(one.replica_id, one.standing) for one in found.replicas] == [("x", "training"), ("z", "unclear")]
 
 
-def test_the_members_of_both_are_told_once() -> None:
-    group = GroupKeys(RUN, below_members=nodes(ask("a"), ask("b")))
-    replicas = GroupKeys(QUORUM, below_members=(replica(9, "x"),))
-    assert members_of(told_of(group)) == [member_id(1), member_id(2)]
-    assert members_of(told_of(quorum=replicas)) == [member_id(9)]
-    assert members_of(told_of(group, replicas)) == [member_id(1), member_id(2), member_id(9)]
-
-
 def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most() -> None:
     many = [ask(f"n{at}", after=0, seated=1) for at in range(60)] + [ask("late")]
     record = builders.round_(1, seats(*(one.node for one in many[:60])), port=5, ready=True, limits=(2, 4))
@@ -446,7 +449,9 @@ def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most
     assert [one.node for one in foremost(told.rounds.members, 3)] == ["late", "n0", "n1"]
     assert [one.node for one in foremost(told.rounds.members, None)] == everybody
     assert [one.node for one in foremost(told.rounds.members, 61)] == everybody
-    assert members_of(told, 3) == [one.member for one in foremost(told.rounds.members, 3)]
+    leases = Leases()
+    with_leases(leases, told, 3)
+    assert leases.asked == [one.member for one in foremost(told.rounds.members, 3)], "a request for each that is shown"
     late = told.rounds.members[-1].standing
     shown = list(status_lines(told, Terminal(colours="never"), 3))
     at = shown.index(f"members (61: 60 running, 1 {late}):")

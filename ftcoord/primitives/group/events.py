@@ -30,7 +30,7 @@ READ_TIMEOUT: Final = 1.0
 """Seconds that a read for the history alone may take."""
 
 
-def event_puts(prefix: str, events: Sequence[HistoryEvent], lease: int, revision: int, writer: str) -> list[Put]:
+def event_puts(prefix: str, events: Sequence[HistoryEvent], lease: int, *, revision: int, writer: str) -> list[Put]:
     """The operations that write these events.
 
     Args:
@@ -81,7 +81,7 @@ class EventLog:
             return []
         if self._keys is None:
             self._keys = self._existing()
-        puts = event_puts(self._prefix, events, lease, revision, f"{self._writer}-{next(self._calls)}")
+        puts = event_puts(self._prefix, events, lease, revision=revision, writer=f"{self._writer}-{next(self._calls)}")
         known = [*self._keys, *(put.key for put in puts)]
         self._keys = known[-KEPT_EVENTS:]
         too_many = len(known) > KEPT_EVENTS
@@ -97,7 +97,7 @@ class EventLog:
         return sorted(kv.key for kv in found if is_event_key(kv.key))
 
 
-def ordered(etcd: EtcdCalls, prefix: str, what: str, target: str, by: str) -> list[Put]:
+def ordered(etcd: EtcdCalls, prefix: str, what: str, *, target: str, by: str) -> list[Put]:
     """The operations that record, in a transaction, what somebody does by hand; none where nothing was decided yet.
 
     Args:
@@ -112,4 +112,4 @@ def ordered(etcd: EtcdCalls, prefix: str, what: str, target: str, by: str) -> li
     if record is None:
         return []
     event = HistoryEvent("ordered", 0, target, "", what, by=by, wall_ms=int(concurrency.wall() * 1000))
-    return event_puts(prefix, [event], record.lease, record.mod_revision, uuid.uuid4().hex)
+    return event_puts(prefix, [event], record.lease, revision=record.mod_revision, writer=uuid.uuid4().hex)

@@ -13,10 +13,10 @@ from typing import Any, Final
 from virtual.backend import Snapshot
 
 from ftcoord import errors as ftcoord_errors
-from ftcoord.core.layout import decided_key, decider_key, member_id, member_key, members_span, roster_key
+from ftcoord.core.layout import KEY_PREFIX, decided_key, decider_key, member_id, member_key, members_span, roster_key
 from ftcoord.core.rendezvous_records import JoinRequest, WorkerFailure, parse_join_request
 from ftcoord.etcd.api import Get, Put, Span
-from ftcoord.operator.acting import drain_nodes
+from ftcoord.operator.orders import drain
 from simulator.oracles import GARBAGE, is_member_key, require
 from simulator.plan import PlannedFault
 from simulator.roles import ROLES, Agent
@@ -190,9 +190,9 @@ class Faults:
             return ""
         leaver = draw.choice(asks)
         with contextlib.suppress(ftcoord_errors.EtcdNoSpace, ftcoord_errors.StateError):
-            leavers = [one for one in asks if one.node == leaver.node]
-            if not drain_nodes(self._world.observer, RUN, lambda: leavers, "was drained", "somebody", CALL_TIMEOUT):
-                return f"{leaver.host} is drained"
+            to = self._world.observer, KEY_PREFIX, "run", leaver.node
+            done = drain(*to, reason="was drained", by="somebody", timeout=CALL_TIMEOUT, force=True)
+            return f"{leaver.host} is drained" if done.did else ""
         return ""
 
     # -- the network --------------------------------------------------------------------------------------------------

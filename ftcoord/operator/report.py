@@ -1,11 +1,11 @@
-"""What operators are shown of jobs: plain values, which are the commands' JSON. docs/cli.md describes each field.
+"""The reports for operators: plain values, which are the commands' JSON. docs/cli.md describes each field.
 
 Fields are only added; removing one, or changing its meaning, needs another `FORMAT`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from ftcoord.core.rendezvous_records import WorkerFailure
@@ -417,12 +417,6 @@ def no_such_job(job: str) -> str:
     return f"etcd has no key of a job {job!r}: it never began, or its run_ttl is over; `ftcoord ls` lists all"
 
 
-_fields: Final[dict[type, tuple[str, ...]]] = {}
-
-
-def plain(told: Any) -> dict[str, Any]:
+def plain(report: Any) -> dict[str, Any]:
     """The fields of a value; nested values are unchanged. `json.dumps` takes this as its `default`."""
-    kind = type(told)
-    if kind not in _fields:
-        _fields[kind] = tuple(field.name for field in fields(kind))
-    return {name: getattr(told, name) for name in _fields[kind]}
+    return {name: getattr(report, name) for name in type(report).__dataclass_fields__}
