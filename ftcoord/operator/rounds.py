@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ftcoord.core.layout import member_of, roll_key, roll_span
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import decide, outlook
 from ftcoord.core.rendezvous_records import (
     NO_ROUND,
@@ -24,7 +23,7 @@ from ftcoord.core.rendezvous_records import (
     with_roll,
 )
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation, limits_of
-from ftcoord.core.verdict import Publish
+from ftcoord.core.verdict import Publish, Standing
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, OddKey, by_kind, read_member

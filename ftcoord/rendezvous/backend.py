@@ -24,7 +24,7 @@ from ftcoord.errors import ConfigError, EtcdError, LeaseLost
 from ftcoord.escaping import redacted
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span
 from ftcoord.primitives.write_once import WriteOutcome, write_once
-from ftcoord.rendezvous.create import open_run, with_conf
+from ftcoord.rendezvous.handler import open_run, with_conf
 from ftcoord.store import EtcdStore
 
 NAME: Final = "etcd-v3-dynamic"

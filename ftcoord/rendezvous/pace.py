@@ -7,22 +7,20 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round
-from ftcoord.core.round_history import counted
-from ftcoord.core.round_situation import RETURN_FACTOR
-from ftcoord.core.seating import SAY_AGAIN, seating_time, unhurried
+from ftcoord.core.round_history import counted, spanned
+from ftcoord.core.round_situation import RETURN_FACTOR, SAY_AGAIN, contradicts, seating_time, spelled, unhurried
 from ftcoord.core.takeover import rare_slot
+from ftcoord.core.verdict import Standing
 from ftcoord.errors import EtcdError
+from ftcoord.escaping import neutral
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import SHOWN, ending, log_change, named
 from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken, signals_at
 from ftcoord.primitives.group.participant import Participant
-from ftcoord.rendezvous.limits import OtherLimits
-from ftcoord.rendezvous.logs import attendance
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -241,3 +239,57 @@ def _may_look(record: AnyRound | None, standing: Standing) -> bool:
     """
     takes_seats = record is not None and bool(record.size) and not (record.ready or record.recalled)
     return standing in (Standing.PENDING, Standing.SPARE) and not takes_seats
+
+
+MEMBERS_LOOKED_AT: Final = 100
+"""How many members a node with other limits checks for one that has the run's limits."""
+LEASES_OUTLIVED: Final = 2.0
+"""How many lease TTLs must pass before a member that is still there is certain to be alive: etcd may grant more than it
+was asked for, as 8 s for 5 where its election timeout is 5 s."""
+
+
+class OtherLimits:
+    """What one node knows about the members with other limits. Not thread-safe.
+
+    The delay is for a run that was killed and is restarted with other limits: the killed nodes seem alive until their
+    leases expire.
+    """
+
+    def __init__(self, settings: RendezvousSettings, run: RunRecord) -> None:
+        self._settings, self._run = settings, run
+        self._since: float | None = None
+        self.refusal = ""
+        """Why this node is refused; empty while it may not be."""
+
+    def judge(self, now: AnyRound, ask: JoinRequest, timeout: float) -> None:
+        """Raises RendezvousStateError when others have had the limits of the run `now` for longer than a lease
+        lasts."""
+        try:
+            asks, _ = self._run.members(MEMBERS_LOOKED_AT, timeout)
+        except EtcdError as error:
+            log.debug("who shares the run's limits cannot be told: %s", error)
+            return
+        other = next((one for one in asks if one.limits == now.limits and not one.leaving), None)
+        if other is None:
+            self._since, self.refusal = None, ""
+            return
+        moment = concurrency.now()
+        self.refusal = (
+            f"run {self._settings.run_id!r} has --nnodes={spelled(now.limits)}, as {neutral(other.host)} wants, and"
+            f" this node has --nnodes={spelled(ask.limits)}: give all nodes the same, or this one another --rdzv-id"
+        )
+        if self._since is None:
+            self._since = moment
+            log.warning("%s; waiting until it is certain that the other one lives", self.refusal)
+        if moment > self._since + self._settings.lease_ttl * LEASES_OUTLIVED:
+            raise RendezvousStateError(self.refusal)
+
+
+def attendance(asks: Sequence[JoinRequest], count: int, limits: tuple[int, int]) -> str:
+    """How many nodes are there for a round with these limits, and which; and who is refused for other ones. `asks` are
+    the first of the `count` requests with these limits, and others."""
+    hosts = [ask.host for ask in asks if ask.limits == limits]
+    who = f" ({named(hosts, count)})" if hosts else ""
+    there = f"{count} of {spanned(limits, 'node')} {'is' if count == 1 else 'are'} there{who}"
+    refused = [f"{ask.host} {contradicts(ask.limits, limits)}" for ask in asks if ask.limits != limits]
+    return "; ".join([there, *refused])

@@ -1,21 +1,28 @@
-"""Connects the pure decisions of `core.rendezvous` to the group: keys and bytes on one side, records on the other."""
+"""Rounds as a use of the group: the pure decisions of `core.rendezvous` on one side, keys and bytes on the other."""
 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
+from ftcoord.core import rendezvous, rendezvous_records
 from ftcoord.core.bystanders import TELL_AFTER, Bystanders
 from ftcoord.core.causes import UNKNOWN_PEER, in_causal_order
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import (
     Span,
+    decided_key,
     member_key,
     member_of,
+    other_rolls,
+    roll_key,
+    roll_span,
+    rolls_span,
     round_key,
     round_store_prefix,
     rounds_span,
@@ -24,25 +31,105 @@ from ftcoord.core.rendezvous import decide
 from ftcoord.core.rendezvous_records import (
     ROLLS,
     AnyRound,
+    HeardRound,
     JoinRequest,
+    RollChunk,
     RollSizes,
     Round,
     RoundHead,
+    chunks_of,
+    encode,
+    head_of,
+    parse_chunk,
     parse_decided,
     parse_join_request,
+    roll_id,
+    round_of,
+    with_roll,
 )
 from ftcoord.core.round_history import MOST_ENDS, Ends, VacantSeat, lost_ends, note_ends, round_events
-from ftcoord.core.round_poll import vacant
-from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation
-from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation, vacant
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
+from ftcoord.core.verdict import Outlook, Publish, Verdict, Wait
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.etcd.api import Etcd, Get, KeyValue
+from ftcoord.etcd.reading import read_snapshot
 from ftcoord.logs import log_change
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View
-from ftcoord.rendezvous.fences import highest_round
-from ftcoord.rendezvous.rolls import RollReplaced, Rolls, read_round
+from ftcoord.primitives.group.use import Use
+from ftcoord.rendezvous.run_record import highest_round
+
+
+class RoundUse(Use[AnyRound, JoinRequest]):
+    """The rounds of one run.
+
+    Args:
+        prefix: the run's prefix.
+        options: its user's settings.
+        etcd: for a decider that takes over: it reads the last round's roll.
+        rolls: when a roll is stored beside its head.
+        mine: returns the last round that this node has started. Called on any thread.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        options: RoundOptions,
+        etcd: Etcd,
+        rolls: RollSizes = ROLLS,
+        mine: Callable[[], AnyRound | None] = lambda: None,
+    ) -> None:
+        self._prefix, self._options, self._etcd, self._rolls = prefix, options, etcd, rolls  # these never change
+        self._mine = mine
+        self._read: tuple[str, RollChunk, int] | None = None  # replaced as a whole, by any thread
+        """The roll of which a chunk was last read, the chunk, and its number: all records of a round have the same
+        roll."""
+        self._highest = 0  # any thread
+        """The highest number of a record."""
+
+    @property
+    def prefix(self) -> str:
+        return self._prefix
+
+    def policy(self) -> RendezvousPolicy:
+        return RendezvousPolicy(self._prefix, self._options, self._etcd, self._rolls, mine=self._mine)
+
+    def parse(self, key: str, value: bytes) -> AnyRound:
+        record = parse_decided(key, value)
+        if self._highest:
+            check_step(key, record.number, self._highest, LARGEST_DECIDED_STEP)
+        self._highest = max(self._highest, record.number)
+        if not isinstance(record, RoundHead):
+            return record
+        read = self._read
+        if read is None or read[0] != record.roll:
+            return HeardRound.of(record)
+        return HeardRound.of(record, read[1], read[2])
+
+    def part_of(self, record: AnyRound, me: str) -> str | None:
+        if not isinstance(record, RoundHead):
+            return None
+        return roll_key(self._prefix, record.roll, record.chunk_of(me))
+
+    def with_part(self, record: AnyRound, me: str, part: KeyValue | None) -> AnyRound:
+        assert isinstance(record, RoundHead)
+        if part is None:
+            return HeardRound.of(record, gone=True)
+        chunk, at = parse_chunk(part.key, part.value), record.chunk_of(me)
+        self._read = record.roll, chunk, at
+        return HeardRound.of(record, chunk, at)
+
+    def stamp(self, ask: JoinRequest) -> JoinRequest:
+        return replace(ask, nonce=uuid.uuid4().hex)
+
+    def encode(self, ask: JoinRequest) -> bytes:
+        return rendezvous_records.encode(ask)
+
+    def outlook(self, record: AnyRound | None, me: Sequence[str], ask: JoinRequest) -> Outlook[JoinRequest]:
+        return rendezvous.outlook(record, me[-1], ask)
+
 
 log = logging.getLogger(__name__)
 
@@ -361,3 +448,85 @@ class RendezvousPolicy:
             no_newer=no_newer,
             beside=beside,
         )
+
+
+class RollReplaced(Exception):
+    """The roll of a record was deleted, because there is another record by now."""
+
+
+def read_round(prefix: str, decision: Publish[bytes]) -> None:
+    """Parse what a decision writes, as a member does. Raises StateError."""
+    record = parse_decided(decided_key(prefix), decision.record)
+    if isinstance(record, RoundHead) and decision.beside:
+        round_of(roll_span(prefix, record.roll).start, record, [parse_chunk(*chunk) for chunk in decision.beside])
+
+
+class Rolls:
+    """Reads and writes the rolls of one run, for its decider.
+
+    Args:
+        prefix: the run's prefix.
+        etcd: for reading the roll of a round that another member decided.
+        sizes: when a roll is stored beside its head.
+    """
+
+    def __init__(self, prefix: str, etcd: Etcd, sizes: RollSizes) -> None:
+        self._prefix, self._etcd, self._sizes = prefix, etcd, sizes
+        self._known: dict[str, Round] = {}
+        """Full records by roll id: that of the last round, and of the round that this decider wants next."""
+
+    def of(self, head: RoundHead, view: View) -> Round | None:
+        """The last round, with its roll. If the record vanished with its roll, and this decider never read it, the
+        round has no seats; None if it is ready, since a round that runs goes on (R9)."""
+        known = self._known.get(head.roll) or self._read_roll(head, view)
+        if known is None:
+            return None if head.ready and not head.closed else with_roll(head, (), ())
+        self._known = {head.roll: known}
+        return with_roll(head, known.seats, known.away)
+
+    def _read_roll(self, head: RoundHead, view: View) -> Round | None:
+        """Raises RollReplaced, StateError, EtcdError."""
+        assert view.decided is not None
+        span = roll_span(self._prefix, head.roll)
+        kvs = {kv.key: kv for kv in read_snapshot(self._etcd.range, lambda then: then.pages(span))}
+        keys = [roll_key(self._prefix, head.roll, chunk) for chunk in range(head.chunks)]
+        if all(key in kvs for key in keys):
+            return round_of(span.start, head, (parse_chunk(key, kvs[key].value) for key in keys))
+        if view.vanished:
+            return None
+        now = self._etcd.range(Get(Span(view.decided.key), keys_only=True)).one
+        if now is None or now.mod_revision != view.decided.mod_revision:
+            raise RollReplaced
+        raise StateError(span.start, f"is not whole, though {now.key} names it: delete that, so that all decide anew")
+
+    def name(self, record: Round, me: str) -> str:
+        """The name of the roll of a new round, as its participants know it."""
+        return record.roll if self._sizes.is_inline(record) else roll_id(record, self._sizes.chunks_for(record), me)
+
+    def new(self, record: Round, me: str) -> tuple[bytes, list[tuple[str, bytes]]]:
+        """The record of a new round, and its roll if that is stored beside it."""
+        if self._sizes.is_inline(record):
+            return encode(replace(record, by=me)), []
+        chunks, roll = self._sizes.chunks_for(record), self.name(record, me)
+        self._known[roll] = record
+        return encode(head_of(record, roll, chunks, me)), self._chunks(record, roll, chunks)
+
+    def said_again(
+        self, record: Round, head: RoundHead | None, me: str, with_roll: bool
+    ) -> tuple[bytes, list[tuple[str, bytes]]]:
+        """A later record of a round, in the form in which the round was decided, because its participants know it in
+        that form."""
+        if head is None:
+            return encode(replace(record, by=me)), []
+        value = encode(head_of(record, head.roll, head.chunks, me))
+        return value, self._chunks(record, head.roll, head.chunks) if with_roll else []
+
+    def _chunks(self, record: Round, roll: str, chunks: int) -> list[tuple[str, bytes]]:
+        parts = enumerate(chunks_of(record, chunks))
+        return [(roll_key(self._prefix, roll, at), encode(chunk)) for at, chunk in parts]
+
+    def old(self, record: Round, me: str) -> list[Span]:
+        """All rolls but that of this new round."""
+        if self._sizes.is_inline(record):
+            return [rolls_span(self._prefix)]
+        return list(other_rolls(self._prefix, self.name(record, me)))

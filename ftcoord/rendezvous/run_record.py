@@ -21,12 +21,13 @@ from ftcoord.core.layout import (
     member_key,
     member_of,
     members_span,
+    number_of,
     roll_key,
+    rounds_span,
 )
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
 from ftcoord.core.round_history import Ends, VacantSeat, failure_event, named, note_ends
-from ftcoord.core.round_poll import vacant
-from ftcoord.core.round_situation import RoundCandidate
+from ftcoord.core.round_situation import RoundCandidate, vacant
 from ftcoord.core.strict import LARGEST
 from ftcoord.errors import ClientClosed, EtcdError, StateError
 from ftcoord.escaping import neutral
@@ -34,7 +35,6 @@ from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, RangeResult, Span, ex
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.event_log import EventLog
-from ftcoord.rendezvous.fences import highest_round
 from ftcoord.rendezvous.record_change import RecordChange, change_record, ending
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -264,3 +264,10 @@ def _log_why_not(run_id: str, now: AnyRound, outcome: str) -> None:
         log.info("run %r is left to the others: they went on without this node", run_id)
     elif now.outcome != outcome:
         log.warning("this node has %s, but run %r is already over: %s", outcome, run_id, neutral(now.closed))
+
+
+def highest_round(etcd: Etcd, prefix: str, timeout: float | None = None) -> tuple[int, int]:
+    """The highest round that has left its fence in etcd, even if the record was deleted; 0 for none. And at which
+    revision. Raises EtcdError."""
+    found = etcd.range(Get(rounds_span(prefix), keys_only=True), timeout=timeout)
+    return max((number_of(kv.key) for kv in found.kvs), default=0), found.revision

@@ -42,7 +42,7 @@ def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
     """It had one and did not take it, so the round came to nothing and another formed without it, before it heard."""
     run = make_nodes(1, 3, last_call_timeout=2)
     first = run.one()
-    monkeypatch.setattr("ftcoord.rendezvous.create.SharedClient", Late)
+    monkeypatch.setattr("ftcoord.rendezvous.handler.SharedClient", Late)
     late = run.one()
     news = late.handler._etcd
     assert isinstance(news, Late)

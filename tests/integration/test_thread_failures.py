@@ -28,8 +28,7 @@ from ftcoord.primitives.leased_key import LeasedKey
 from ftcoord.primitives.renewal import KeptLease, Renewer
 from ftcoord.primitives.session import Session
 from ftcoord.rendezvous import policy
-from ftcoord.rendezvous.node import Node
-from ftcoord.rendezvous.seat import SeatHolder
+from ftcoord.rendezvous.node import Node, SeatHolder
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
 from ftcoord.timer import listing

@@ -26,8 +26,7 @@ from ftcoord.primitives.orphans import MARK, MarkedChildren
 from ftcoord.proc import own_thread
 from ftcoord.rendezvous import workers
 from ftcoord.rendezvous.handler import HandlerResources
-from ftcoord.rendezvous.worker_failures import failure_in
-from ftcoord.rendezvous.workers import WorkerWatch, _workers
+from ftcoord.rendezvous.workers import WorkerWatch, _workers, failure_in
 
 UNTIL_TOLD = "import sys; sys.stdin.read(1); sys.exit(3)"
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from members import Roll, read
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.core.verdict import Publish, Wait
+from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Wait
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.group.membership import ParticipantOptions
 from ftcoord.primitives.group.participant import Participant

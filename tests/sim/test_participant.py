@@ -15,7 +15,7 @@ from virtual import DELIVERED, LOST_ANSWER, LOST_REQUEST, Call, Fate, MemoryClie
 from worlds import PREFIX, TTL, World, simulated
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Standing
+from ftcoord.core.verdict import Standing
 from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Span, TxnResult
 from ftcoord.primitives.group.group import Group

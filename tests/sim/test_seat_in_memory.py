@@ -8,7 +8,7 @@ from worlds import World, simulated
 
 from ftcoord import concurrency
 from ftcoord.core.rendezvous_records import JoinRequest
-from ftcoord.rendezvous.seat import SeatHolder
+from ftcoord.rendezvous.node import SeatHolder
 
 HOLDS = JoinRequest("node", "host", 1, 3, "host", "", 1, 2, seated=3, holds="one")
 

@@ -19,7 +19,6 @@ from invariants import InvariantBroken, check_round, require
 from model import LAST_CALL, RETURN, TICK, Decide, quick
 
 from ftcoord.core import rendezvous
-from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous import call_back
 from ftcoord.core.rendezvous_records import (
     FAILED,
@@ -37,7 +36,7 @@ from ftcoord.core.rendezvous_records import (
     roll_id,
 )
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
-from ftcoord.core.verdict import Publish, Verdict
+from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict
 
 RoundOutlook = Callable[[AnyRound | None, str, JoinRequest], Outlook[JoinRequest]]
 MOST_ACTS: Final = 12

@@ -17,10 +17,9 @@ from exploring import replace
 from invariants import check_quorum, require
 
 from ftcoord.core import quorum
-from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
-from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict, Wait
 
 QuorumOutlook = Callable[[QuorumRecord | None, Sequence[str], str, int, QuorumRequest | None], Outlook[int]]
 TICK: Final = 1.0

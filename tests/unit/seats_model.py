@@ -22,7 +22,7 @@ from invariants import check_round, require
 from members_model import MemberWorld, Mind, State, changed, is_member, new_name, port, view_without, without, written
 from model import LAST_CALL, RETURN, TICK, quick
 
-from ftcoord.core import rendezvous, round_poll
+from ftcoord.core import rendezvous, round_situation
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.rendezvous import REATTACHING
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round
@@ -90,7 +90,7 @@ class SeatsWorld(MemberWorld):
     options: RoundOptions = field(default_factory=lambda: replace(quick(), return_to_seat=LEASE))
     longest: float = LAST_CALL + RETURN + LEASE
     call_back: CallBack = rendezvous.call_back
-    vacant: Vacant = round_poll.vacant
+    vacant: Vacant = round_situation.vacant
     before: Round | None = None
     _ends: set[Seats] = field(default_factory=set)
 

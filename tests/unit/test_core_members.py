@@ -9,8 +9,8 @@ from invariants import InvariantBroken
 from members_model import MemberWorld, RoundOutlook
 
 from ftcoord.core import rendezvous
-from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest
+from ftcoord.core.verdict import Next, Outlook, Standing
 
 JOINED = ["A joins", "B joins", "decided"]
 SEATED = [*JOINED, "A hears", "A acts", "B hears", "B acts", "decided"]

@@ -10,9 +10,9 @@ from invariants import InvariantBroken
 from quorum_members_model import TICK, QuorumOutlook, QuorumWorld
 
 from ftcoord.core import quorum
-from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
+from ftcoord.core.verdict import Next, Outlook, Standing
 
 TOGETHER = ["a comes", "b comes", "a asks", "b asks", "decided"]
 ALL = ["a comes", "b comes", "c comes", "a asks", "b asks", "c asks", "decided"]

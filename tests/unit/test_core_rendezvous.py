@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from invariants import check_round
 
 from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import REATTACHING, RECALL, RULES, SEATS, call_back, close, decide, may_reopen, outlook
 from ftcoord.core.rendezvous_records import (
     CLOSED,
@@ -30,10 +29,20 @@ from ftcoord.core.rendezvous_records import (
     head_of,
 )
 from ftcoord.core.round_history import note_ends
-from ftcoord.core.round_poll import vacant
-from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation, limits_of
-from ftcoord.core.seating import FRESH, SAY_AGAIN, SEATING, seating_time, unhurried
-from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.core.round_situation import (
+    FRESH,
+    MOMENT,
+    SAY_AGAIN,
+    SEATING,
+    RoundCandidate,
+    RoundOptions,
+    RoundSituation,
+    limits_of,
+    seating_time,
+    unhurried,
+    vacant,
+)
+from ftcoord.core.verdict import Publish, Standing, Verdict, Wait
 
 LAST_CALL, SETTLE, RETURN = 30.0, 1.0, 45.0
 AGO = -1000.0

@@ -13,12 +13,10 @@ from model import Decide, quick
 from seats_model import LEASE, CallBack, Seats, SeatsWorld, Vacant
 
 from ftcoord.core import rendezvous
-from ftcoord.core.outlook import Outlook
 from ftcoord.core.rendezvous import call_back
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round
-from ftcoord.core.round_poll import vacant
-from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
-from ftcoord.core.verdict import Verdict
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation, vacant
+from ftcoord.core.verdict import Outlook, Verdict
 
 TWO, THREE = "AB", "ABC"
 IGNORES = replace(quick(recall_on_loss=False), return_to_seat=LEASE)

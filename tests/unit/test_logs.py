@@ -14,7 +14,7 @@ from ftcoord.core.rendezvous_records import Round, RoundHead, Seat
 from ftcoord.errors import ConfigError, EtcdError
 from ftcoord.log_once import LogOnce
 from ftcoord.logs import SHOWN, JsonFormatter, TextFormatter, log_change, named, show_log_lines
-from ftcoord.rendezvous.logs import round_line
+from ftcoord.rendezvous.handler import round_line
 
 log = logging.getLogger("ftcoord.rendezvous.test")
 

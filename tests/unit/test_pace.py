@@ -7,7 +7,7 @@ import math
 from virtual import Scheduler
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Standing
+from ftcoord.core.verdict import Standing
 from ftcoord.primitives.group.pace import SIGNAL_LATENCY, Takeover, TakeoverToken, UntilDeadline
 from ftcoord.primitives.group.succession import Judged
 

@@ -12,11 +12,10 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.coordination.use import QuorumUse, asking
 from ftcoord.core import layout
-from ftcoord.core.outlook import Next, Standing
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.core.quorum_head import encode_quorum, parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord, encode
-from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.core.verdict import Next, Publish, Standing, Verdict, Wait
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import View

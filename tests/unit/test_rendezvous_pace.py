@@ -12,8 +12,8 @@ import pytest
 from virtual import Scheduler
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous_records import JoinRequest
+from ftcoord.core.verdict import Standing
 from ftcoord.primitives.group.pace import Look
 from ftcoord.rendezvous import pace
 from ftcoord.rendezvous.pace import FIRST_LINE, LINE_INTERVAL, LINES_PER_SECOND, RoundPace

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from ftcoord.core import forming, quorum, rendezvous
+from ftcoord.core import quorum, rendezvous
 
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
 MODULES = [rendezvous, quorum]
@@ -30,7 +30,7 @@ def test_the_protocol_numbers_them_in_the_same_way(module: ModuleType) -> None:
     assert [number for number, _ in found] == [rule.split()[0][1:] for rule in module.RULES]
 
 
-@pytest.mark.parametrize("module", [*MODULES, forming])
+@pytest.mark.parametrize("module", MODULES)
 def test_each_verdict_names_its_rule(module: ModuleType) -> None:
     """`Wait` has its rule third or by name; `Publish` third or by name."""
     source = Path(module.__file__ or "").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftcoord.errors import ConfigError
-from ftcoord.rendezvous.url import NO_LIMIT, InitUrl, parse_url
+from ftcoord.rendezvous.init_method import NO_LIMIT, InitUrl, parse_url
 
 
 def parse(url: str) -> InitUrl:

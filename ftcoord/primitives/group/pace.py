@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Standing
 from ftcoord.core.takeover import Looking, Slot, slot
+from ftcoord.core.verdict import Standing
 from ftcoord.primitives.group.succession import Judged
 
 R = TypeVar("R")

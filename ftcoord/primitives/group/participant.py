@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final, Generic, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Next, Outlook, Standing
+from ftcoord.core.verdict import Next, Outlook, Standing
 from ftcoord.errors import EtcdError, LeaseLost, StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot
