@@ -68,6 +68,11 @@ class RoundOptions:
     """What the decider's user asked for, but for the limits, which are in what its members ask. Times in seconds.
 
     Args:
+        last_call_timeout: how long a round with enough nodes waits for more.
+        settle_timeout: how long a round waits when every live node of the last one is back.
+        recall_on_loss: whether a round is recalled when a node's lease expires. torch goes on without it.
+        restart: which closed runs a new start may continue, once no node of the old run is left: those that ``failed``,
+            ``always`` any, or ``never``.
         seat_timeout: how long taking seats may last, where the last call, or `seating_time` for the round's size, is
             not longer.
         fresh: how long it counts that a member said that it takes its seat.
@@ -216,7 +221,7 @@ def poll_of(situation: RoundSituation, limits: tuple[int, int]) -> RoundPoll:
             has_seat = ask.holds or ask.after < max(ask.seated, last.get(member.id, 0))
             (busy if has_seat else asking).append(member)
     held = held_seats(previous, busy) if previous else {}
-    return RoundPoll(situation, limits, asking, busy, leaving, held)
+    return RoundPoll(situation, limits, asking=asking, busy=busy, leaving=leaving, held=held)
 
 
 def held_seats(previous: Round, members: Iterable[RoundCandidate]) -> dict[str, RoundCandidate]:

@@ -20,15 +20,7 @@ from typing import Final, NamedTuple
 from torch.distributed import TCPStore
 from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import api
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
@@ -132,7 +124,7 @@ def _unwatched(error: BaseException) -> None:
     )
 
 
-class EtcdRendezvousHandler(RendezvousHandler):
+class EtcdRendezvousHandler(api.RendezvousHandler):
     """One node's part in the rendezvous of a run.
 
     torch's registry makes it for `--rdzv-backend=etcd-v3`; in a program, call
@@ -190,7 +182,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Whether rank 0's agent serves the workers' store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 turns it off)."""
         return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> api.RendezvousInfo:
         """Take part in the next round; returns when the round is decided and all its nodes have taken their seats.
 
         A spare node waits here without limit while others run. When the run closes it raises SystemExit(0), or
@@ -217,8 +209,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         place = f"{self.host} is rank {rank} of {round_.size} in round {round_.number}{ended}"
         self._record("next_rendezvous", place, rank)
         assert self._resources.store is not None
-        bootstrap = RendezvousStoreInfo(round_.address, round_.port)
-        return RendezvousInfo(self._resources.store, rank, round_.size, bootstrap)
+        bootstrap = api.RendezvousStoreInfo(round_.address, round_.port)
+        return api.RendezvousInfo(self._resources.store, rank, round_.size, bootstrap)
 
     def num_nodes_waiting(self) -> int:
         """More than 0 if the agent should call `next_rendezvous` again. Costs no request, never blocks, never raises.
@@ -277,7 +269,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 outcome = rendezvous_records.FINISHED if error is None else rendezvous_records.FAILED
                 speaker = self._node.speaker if self._node.round else None
                 self._run.close(f"{self.host} {outcome}", outcome, speaker, self._why_failed(error), self.host)
-        except RendezvousError as problem:
+        except api.RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
             self._told = False
         self._leave("finished" if error is None else reason_of(error))
@@ -316,12 +308,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 log.debug("nothing could be prepared: %s", error)
             except EtcdError as error:
                 run = self._settings.run_id
-                raise RendezvousConnectionError(f"could not prepare for run {run!r}: {error}") from None
+                raise api.RendezvousConnectionError(f"could not prepare for run {run!r}: {error}") from None
             undo.pop_all()
 
     def _join(self) -> tuple[AnyRound, int]:
         if self._resources.left:
-            raise RendezvousClosedError(SHUT_DOWN)
+            raise api.RendezvousClosedError(SHUT_DOWN)
         self._resources.end_round()
         self._node.begin()
         while True:
@@ -338,7 +330,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _begin_round(self, round_: AnyRound, reservation: Reservation) -> int:
         member = self._node.participant.member
         if member is None:  # another thread has shut this handler down just now
-            raise RendezvousClosedError(SHUT_DOWN)
+            raise api.RendezvousClosedError(SHUT_DOWN)
         rank = self._node.rank
         if rank == 0 and self.use_agent_store:
             self._resources.tcp_store = reservation.serve()
@@ -389,7 +381,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _recorded(self, action: str) -> Iterator[None]:
         try:
             yield
-        except RendezvousError as error:
+        except api.RendezvousError as error:
             self._record(action, f"{type(error).__name__}: {error}", state=NodeState.FAILED)
             raise
 
@@ -419,7 +411,7 @@ class OpenedRun(NamedTuple):
     server: EtcdServer | None
 
 
-def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+def create_handler(params: api.RendezvousParameters) -> api.RendezvousHandler:
     """Make the handler that `torchrun --rdzv-backend=etcd-v3` uses. It has joined no round yet.
 
     Raises:
@@ -434,7 +426,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return handler
 
 
-def check_for_torch(params: RendezvousParameters) -> None:
+def check_for_torch(params: api.RendezvousParameters) -> None:
     """Raises ConfigError for an id, or a name of this host, that torch's agent cannot use. It names its log folder
     after the id, and looks up the name.
 
@@ -451,14 +443,14 @@ def check_for_torch(params: RendezvousParameters) -> None:
         raise ConfigError("run_id", redacted(run_id), f"{allowed} (--rdzv-id)")
 
 
-def with_conf(params: RendezvousParameters, conf: Mapping[str, object]) -> RendezvousParameters:
+def with_conf(params: api.RendezvousParameters, conf: Mapping[str, object]) -> api.RendezvousParameters:
     """The same parameters with a different ``rdzv_conf``."""
-    return RendezvousParameters(
+    return api.RendezvousParameters(
         params.backend, params.endpoint, params.run_id, params.min_nodes, params.max_nodes, params.local_addr, **conf
     )
 
 
-def open_run(params: RendezvousParameters) -> OpenedRun:
+def open_run(params: api.RendezvousParameters) -> OpenedRun:
     """Check the parameters, and connect. Raises what `create_handler` raises."""
     settings = RendezvousSettings.parse(
         backend=params.backend,
@@ -471,12 +463,12 @@ def open_run(params: RendezvousParameters) -> OpenedRun:
     )
     check_local_addr(settings.local_addr)
     if settings.etcd is not None:
-        return OpenedRun(_with_id(settings), connect(settings.etcd, settings.join_timeout), None)
+        return OpenedRun(_with_id(settings), connect(settings.etcd, settings.times.join_timeout), None)
     server = EtcdServer(login=True)
     server.start()
     try:
-        return OpenedRun(settings, connect(server.config(settings.request_timeout)), server)
-    except RendezvousConnectionError:
+        return OpenedRun(settings, connect(server.config(settings.times.request_timeout)), server)
+    except api.RendezvousConnectionError:
         server.stop()
         raise
 
@@ -507,7 +499,7 @@ def connect(config: EtcdConfig, join_timeout: float = 0.0) -> SharedClient:
         client.await_answer(join_timeout or config.request_timeout, "join_timeout")
     except EtcdError as error:
         client.close()
-        raise RendezvousConnectionError(unusable(config, error)) from None
+        raise api.RendezvousConnectionError(unusable(config, error)) from None
     return client
 
 

@@ -65,7 +65,7 @@ def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Ite
     run = (asked.settings.etcd, asked.settings.prefix)
     if before := _here.pop(run, None):
         before.leave()
-    handler = _Handler(asked.settings, connect(asked.settings.etcd, asked.settings.join_timeout))
+    handler = _Handler(asked.settings, connect(asked.settings.etcd, asked.settings.times.join_timeout))
     with ExitStack() as undo:
         undo.callback(handler.leave)  # else it would keep its seat, and whoever tries again find the world full
         info = handler.next_rendezvous()

@@ -13,20 +13,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NoReturn
 
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import api
 
 from ftcoord import concurrency
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.rendezvous import call_back, is_same_round, may_reopen
 from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes, parse_join_request
-from ftcoord.core.round_situation import RoundOptions
 from ftcoord.core.verdict import Standing
 from ftcoord.errors import ClientClosed, EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.escaping import neutral
@@ -90,13 +82,7 @@ class Node:
     def __init__(
         self, etcd: Etcd, settings: RendezvousSettings, address: str, host: str, rolls: RollSizes = ROLLS
     ) -> None:
-        options = RoundOptions(
-            settings.last_call_timeout,
-            settings.settle_timeout,
-            settings.on_member_loss == "restart",
-            settings.restart,
-            return_to_seat=settings.lease_ttl,
-        )
+        options = replace(settings.rounds, return_to_seat=settings.times.lease_ttl)
         self._settings, self._address, self.host = settings, address, host
         self.id = uuid.uuid4().hex
         """The same through all of its leases, so that it keeps its rank."""
@@ -110,11 +96,11 @@ class Node:
             RoundUse(settings.prefix, options, etcd, rolls, lambda: self.round),
             # A round that is ready counts, though the lease was lost: see `_ready_after_all`.
             ParticipantOptions(
-                settings.lease_ttl,
-                settings.run_ttl,
-                settings.request_timeout,
+                settings.times.lease_ttl,
+                settings.times.run_ttl,
+                settings.times.request_timeout,
                 renews=False,
-                history_ttl=settings.history_ttl,
+                history_ttl=settings.times.history_ttl,
                 name=host,
             ),
             self._changed,
@@ -123,7 +109,7 @@ class Node:
         self.is_drained = False  # becomes True once, on the thread that asks
         """Whether it has left because an operator drained it."""
         self._failed = _FailedWorker()
-        self._holder = SeatHolder(self.participant, settings.request_timeout)
+        self._holder = SeatHolder(self.participant, settings.times.request_timeout)
         self._run = RunRecord(etcd, settings)
         self._numbers = _Numbers()
         self._leave_timeout = write_attempt_timeout(etcd) + TAKE_BACK_TIMEOUT
@@ -160,11 +146,11 @@ class Node:
         try:
             with self._as_torch_errors():
                 return self._ask(port, self.pace)
-        except (RendezvousError, SystemExit) as error:
-            if not isinstance(error, RendezvousStateError) or self.pace.limits.refusal:
+        except (api.RendezvousError, SystemExit) as error:
+            if not isinstance(error, api.RendezvousStateError) or self.pace.limits.refusal:
                 self.leave(
                     "other limits"
-                    if isinstance(error, RendezvousStateError)
+                    if isinstance(error, api.RendezvousStateError)
                     else "drained"
                     if self.is_drained
                     else type(error).__name__,
@@ -182,7 +168,7 @@ class Node:
         Does not raise if etcd is unreachable, and then takes at most `timeout` seconds, or one request's.
         """
         self._holder.end()
-        within = TimeLimit.of(min(timeout, self._settings.close_timeout, self._settings.request_timeout))
+        within = TimeLimit.of(min(timeout, self._settings.times.close_timeout, self._settings.times.request_timeout))
         # The rest is for the lease: while that lives the others wait, whatever they are told.
         words = TimeLimit(LOOK_TIMEOUT, within.deadline - TAKE_BACK_TIMEOUT)
         member = self.participant.member
@@ -251,7 +237,7 @@ class Node:
         return None
 
     def _highest_round(self, pace: RoundPace) -> int:
-        within = TimeLimit(self._settings.request_timeout, pace.deadline)
+        within = TimeLimit(self._settings.times.request_timeout, pace.deadline)
 
         def once() -> int:
             self.participant.prepare(pace.deadline)  # each time: it raises Left once this node was stopped
@@ -325,8 +311,8 @@ class Node:
             return None
         deadline = max(pace.deadline, concurrency.now() + LOOK_TIMEOUT)
         try:
-            now = self._run.read(TimeLimit(self._settings.request_timeout, deadline).left())
-        except RendezvousConnectionError as error:
+            now = self._run.read(TimeLimit(self._settings.times.request_timeout, deadline).left())
+        except api.RendezvousConnectionError as error:
             log.debug("whether a round still stands cannot be told: %s", error)
             return None
         stands = now is not None and is_same_round(now, known) and not now.closed
@@ -335,27 +321,27 @@ class Node:
     def _go_on_or_end(self, now: AnyRound, pace: RoundPace) -> None:
         """For a run that is over: continue it, or raise the error that ends this node."""
         settings = self._settings
-        if not pace.has_waited and self.round is None and may_reopen(now, settings.restart):
+        if not pace.has_waited and self.round is None and may_reopen(now, settings.rounds.restart):
             text = neutral(f"run {settings.run_id!r} is started again; it had ended: {now.closed}")
             log_change(log, text, run=settings.run_id, round=now.number, reason=now.closed, host=self.host)
             self._numbers.reopens = now.number
             return
         if pace.limits.refusal:  # it was never of this run, so it is no spare of it either
-            raise RendezvousStateError(pace.limits.refusal)
+            raise api.RendezvousStateError(pace.limits.refusal)
         text = neutral(f"run {settings.run_id!r} is over: {now.closed}")
         member = self.participant.member
         has_seat = member is not None and now.rank_of(member.id) is not None
         if not (pace.has_waited and self.round is None and now.size and not has_seat):
             again = "it may be started again once all of its nodes have ended, or start"
-            advice = again if may_reopen(now, settings.restart) else "start"
-            raise RendezvousClosedError(f"{text}; {advice} a new run under another --rdzv-id")
+            advice = again if may_reopen(now, settings.rounds.restart) else "start"
+            raise api.RendezvousClosedError(f"{text}; {advice} a new run under another --rdzv-id")
         self._end_without_error(f"{text}; this node was a spare and is not needed any more")
 
     def _end_without_error(self, text: str) -> NoReturn:
         """Raise the exception that ends this node's agent as if its workers were done."""
         settings, member = self._settings, self.participant.member
         if settings.on_spare_close == "raise":
-            raise RendezvousGracefulExitError(text)
+            raise api.RendezvousGracefulExitError(text)
         record = member.record if member is not None else None
         number, reason = (record.number, record.closed or record.recalled) if record is not None else (0, "")
         log_change(log, text, run=settings.run_id, round=number, reason=reason, host=self.host)
@@ -375,7 +361,7 @@ class Node:
             )
             return not has_seat or bool(now is None or now.recalled or now.closed)
 
-        if self._settings.on_member_loss != "restart":  # nobody does anything about it
+        if not self._settings.rounds.recall_on_loss:  # nobody does anything about it
             return
         with self._changed:
             if self._changed.wait_for(heard, within.left(FAREWELL_TIMEOUT)):
@@ -390,15 +376,15 @@ class Node:
         try:
             yield
         except Left:
-            raise RendezvousClosedError(SHUT_DOWN) from None
+            raise api.RendezvousClosedError(SHUT_DOWN) from None
         except StateError as error:
-            raise RendezvousStateError(str(error)) from None
+            raise api.RendezvousStateError(str(error)) from None
         except TimeoutError as error:
-            raise RendezvousTimeoutError(f"run {run}: {error}") from None
+            raise api.RendezvousTimeoutError(f"run {run}: {error}") from None
         except ThreadFailed as error:
-            raise RendezvousError(f"run {run}: {error}") from error
+            raise api.RendezvousError(f"run {run}: {error}") from error
         except EtcdError as error:
-            raise RendezvousConnectionError(f"could not join run {run}: {error}") from None
+            raise api.RendezvousConnectionError(f"could not join run {run}: {error}") from None
 
 
 SAY_RETRY_PAUSE: Final = 0.5

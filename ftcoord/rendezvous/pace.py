@@ -59,7 +59,7 @@ class RoundPace:
         self._participant, self._settings, self._run, self._host = participant, settings, run, host
         self._takeover = Takeover(participant, TakeoverToken(), rare_slot)
         self.gone = concurrency.event()
-        self.deadline = now + settings.join_timeout
+        self.deadline = now + settings.times.join_timeout
         self.has_waited = False
         """Whether this node has waited for others: it may then be a spare."""
         self._waits_since = math.inf
@@ -89,11 +89,11 @@ class RoundPace:
             standing = Standing.PENDING
         if standing is Standing.SEATED:
             # The decider ends this by itself when a seat is not taken; nobody's time is over while others count on it.
-            seating = seating_time(self._seats(look.record), self._settings.last_call_timeout)
+            seating = seating_time(self._seats(look.record), self._settings.rounds.last_call_timeout)
             self.deadline = max(self.deadline, now + seating + LOOK_TIMEOUT)
             self._check_at = min(self._check_at, self._say_again_at(look.record, now))
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
-            self.deadline = now + self._settings.join_timeout
+            self.deadline = now + self._settings.times.join_timeout
         self._takeover.see(look.record, self._waiters(look.record), _may_look(look.record, standing))
         stated = (look.record or NO_ROUND).limits
         if standing is Standing.PENDING and self._stated not in (None, stated):  # since somebody contradicts them
@@ -185,10 +185,11 @@ class RoundPace:
         return now + SAY_AGAIN * unhurried(self._seats(record), now - self._seated[1])
 
     def _why_no_round(self) -> str:
-        settings, there = self._settings, self._attendance(LAST_LOOK_TIMEOUT)
+        run, seconds = self._settings.run_id, self._settings.times.join_timeout
+        there = self._attendance(LAST_LOOK_TIMEOUT)
         return (
-            f"no round of run {settings.run_id!r} with a seat for {self._host} came about within"
-            f" {settings.join_timeout:g} s (join_timeout): {there}; start the missing nodes with the same --rdzv-id and"
+            f"no round of run {run!r} with a seat for {self._host} came about within"
+            f" {seconds:g} s (join_timeout): {there}; start the missing nodes with the same --rdzv-id and"
             " --rdzv-endpoint"
         )
 
@@ -224,7 +225,7 @@ class RoundPace:
         came_last = len(hosts) >= earlier and self._host not in hosts[:earlier]
         self._enough_since = min(self._enough_since, self._waits_since if came_last else now)
         # Those of the last round have longer to come back.
-        last_call = settings.last_call_timeout * (RETURN_FACTOR if before is not None and before.size else 1.0)
+        last_call = settings.rounds.last_call_timeout * (RETURN_FACTOR if before is not None and before.size else 1.0)
         left = math.ceil(self._enough_since + last_call - now)
         when = f"it starts within {left} s (last_call_timeout)" if left > 0 else "it is due"
         more = limits[1] - count
@@ -281,7 +282,7 @@ class OtherLimits:
         if self._since is None:
             self._since = moment
             log.warning("%s; waiting until it is certain that the other one lives", self.refusal)
-        if moment > self._since + self._settings.lease_ttl * LEASES_OUTLIVED:
+        if moment > self._since + self._settings.times.lease_ttl * LEASES_OUTLIVED:
             raise RendezvousStateError(self.refusal)
 
 

@@ -10,43 +10,14 @@ from math import inf
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.core import rendezvous, rendezvous_records
+from ftcoord.core import layout, rendezvous
+from ftcoord.core import rendezvous_records as records
 from ftcoord.core.bystanders import TELL_AFTER, Bystanders
 from ftcoord.core.causes import UNKNOWN_PEER, in_causal_order
 from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.layout import (
-    Span,
-    decided_key,
-    member_key,
-    member_of,
-    other_rolls,
-    roll_key,
-    roll_span,
-    rolls_span,
-    round_key,
-    round_store_prefix,
-    rounds_span,
-)
+from ftcoord.core.layout import Span
 from ftcoord.core.rendezvous import decide
-from ftcoord.core.rendezvous_records import (
-    ROLLS,
-    AnyRound,
-    HeardRound,
-    JoinRequest,
-    RollChunk,
-    RollSizes,
-    Round,
-    RoundHead,
-    chunks_of,
-    encode,
-    head_of,
-    parse_chunk,
-    parse_decided,
-    parse_join_request,
-    roll_id,
-    round_of,
-    with_roll,
-)
+from ftcoord.core.rendezvous_records import AnyRound, HeardRound, JoinRequest, RollChunk, RollSizes, Round, RoundHead
 from ftcoord.core.round_history import MOST_ENDS, Ends, VacantSeat, lost_ends, note_ends, round_events
 from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation, vacant
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
@@ -60,6 +31,11 @@ from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View
 from ftcoord.primitives.group.use import Use
 from ftcoord.rendezvous.run_record import highest_round
+
+log = logging.getLogger(__name__)
+
+LEASE_GRACE: Final = 5.0
+"""Seconds that a lease may live on after its TTL: etcd checks twice a second, and a new leader later."""
 
 
 class RoundUse(Use[AnyRound, JoinRequest]):
@@ -78,7 +54,7 @@ class RoundUse(Use[AnyRound, JoinRequest]):
         prefix: str,
         options: RoundOptions,
         etcd: Etcd,
-        rolls: RollSizes = ROLLS,
+        rolls: RollSizes = records.ROLLS,
         mine: Callable[[], AnyRound | None] = lambda: None,
     ) -> None:
         self._prefix, self._options, self._etcd, self._rolls = prefix, options, etcd, rolls  # these never change
@@ -97,7 +73,7 @@ class RoundUse(Use[AnyRound, JoinRequest]):
         return RendezvousPolicy(self._prefix, self._options, self._etcd, self._rolls, mine=self._mine)
 
     def parse(self, key: str, value: bytes) -> AnyRound:
-        record = parse_decided(key, value)
+        record = records.parse_decided(key, value)
         if self._highest:
             check_step(key, record.number, self._highest, LARGEST_DECIDED_STEP)
         self._highest = max(self._highest, record.number)
@@ -111,13 +87,13 @@ class RoundUse(Use[AnyRound, JoinRequest]):
     def part_of(self, record: AnyRound, me: str) -> str | None:
         if not isinstance(record, RoundHead):
             return None
-        return roll_key(self._prefix, record.roll, record.chunk_of(me))
+        return layout.roll_key(self._prefix, record.roll, record.chunk_of(me))
 
     def with_part(self, record: AnyRound, me: str, part: KeyValue | None) -> AnyRound:
         assert isinstance(record, RoundHead)
         if part is None:
             return HeardRound.of(record, gone=True)
-        chunk, at = parse_chunk(part.key, part.value), record.chunk_of(me)
+        chunk, at = records.parse_chunk(part.key, part.value), record.chunk_of(me)
         self._read = record.roll, chunk, at
         return HeardRound.of(record, chunk, at)
 
@@ -125,16 +101,10 @@ class RoundUse(Use[AnyRound, JoinRequest]):
         return replace(ask, nonce=uuid.uuid4().hex)
 
     def encode(self, ask: JoinRequest) -> bytes:
-        return rendezvous_records.encode(ask)
+        return records.encode(ask)
 
     def outlook(self, record: AnyRound | None, me: Sequence[str], ask: JoinRequest) -> Outlook[JoinRequest]:
         return rendezvous.outlook(record, me[-1], ask)
-
-
-log = logging.getLogger(__name__)
-
-LEASE_GRACE: Final = 5.0
-"""Seconds that a lease may live on after its TTL: etcd checks twice a second, and a new leader later."""
 
 
 def _is_explained(round_: Round) -> bool:
@@ -200,7 +170,7 @@ class _LastRecord:
     """The decided record as a decider reads it, and what it remembers of earlier ones."""
 
     def __init__(self) -> None:
-        self._parsed = ParsedKey(parse_decided)
+        self._parsed = ParsedKey(records.parse_decided)
         self.highest = 0
         """The highest round seen: an etcd that lost its last writes may show an older record."""
         self._state: tuple[object, ...] = ()
@@ -265,14 +235,14 @@ class RendezvousPolicy:
         prefix: str,
         options: RoundOptions,
         etcd: Etcd,
-        rolls: RollSizes = ROLLS,
+        rolls: RollSizes = records.ROLLS,
         wall_clock: Callable[[], float] = concurrency.wall,
         mine: Callable[[], AnyRound | None] = lambda: None,
     ) -> None:
         self._prefix, self._options, self._etcd = prefix, options, etcd
         self._rolls = Rolls(prefix, etcd, rolls)
         self._wall_clock, self._mine = wall_clock, mine
-        self._members = ParsedKeys(parse_join_request)
+        self._members = ParsedKeys(records.parse_join_request)
         self._candidates: dict[str, RoundCandidate] = {}
         """By key, as they were at the last decision."""
         self._last = _LastRecord()
@@ -309,7 +279,7 @@ class RendezvousPolicy:
     def _with_news(self, verdict: Wait, situation: RoundSituation, view: View, me: str, now: float) -> Wait:
         """Add events for the history while nothing is decided. Only the oldest member adds them: those that stand by
         see the same."""
-        if not view.members or member_of(view.members[0].key) != me:
+        if not view.members or layout.member_of(view.members[0].key) != me:
             return verdict
         bystanders, look_at = self._bystanders.look(situation, now)
         ends, tell_at = self._told.late(situation, view, now)
@@ -335,29 +305,29 @@ class RendezvousPolicy:
         for kv, ask in self._members.of(view.members, self._last.highest):
             seen, one = view.seen[kv.key], before.get(kv.key)
             if one is None or one.ask is not ask or one.seen != seen:
-                one = RoundCandidate(member_of(kv.key), ask, seen, kv.mod_revision)
+                one = RoundCandidate(layout.member_of(kv.key), ask, seen, kv.mod_revision)
             self._candidates[kv.key] = one
         members = list(self._candidates.values())
         deaths, gone_since = self._gone_of(previous, members, view, now)
         return RoundSituation(
-            members,
-            view.changed_at,
-            previous,
-            since[0],
-            view.vanished,
-            self._last.highest,
-            view.read_at,
-            deaths,
-            gone_since,
-            self._ends_of(previous, members),
-            since[1],
-            self._unreadable(),
-            self._mine(),
+            members=members,
+            changed_at=view.changed_at,
+            previous=previous,
+            previous_at=since[0],
+            vanished=view.vanished,
+            highest=self._last.highest,
+            read_at=view.read_at,
+            deaths=deaths,
+            gone_since=gone_since,
+            ends=self._ends_of(previous, members),
+            decided_revision=since[1],
+            unreadable=self._unreadable(),
+            mine=self._mine(),
         )
 
     def _unreadable(self) -> frozenset[str]:
         """The live members whose records cannot be read, as far as this has seen."""
-        return frozenset(map(member_of, self._members.unreadable))
+        return frozenset(map(layout.member_of, self._members.unreadable))
 
     def _gone_of(
         self, previous: Round | None, members: Sequence[RoundCandidate], view: View, now: float
@@ -375,7 +345,7 @@ class RendezvousPolicy:
             causes = causes_known(self._etcd, self._prefix, new)
             for member in new:
                 cause, noted = causes.get(member, ("", view.revision))
-                last = view.departed.get(member_key(self._prefix, member))
+                last = view.departed.get(layout.member_key(self._prefix, member))
                 seat, word = previous.seats[previous.ranks[member]], self._last_word(last)
                 times = self._wall_ms(), self._longest_silence()
                 said_at = last.mod_revision if last is not None else 0
@@ -407,7 +377,7 @@ class RendezvousPolicy:
     @staticmethod
     def _last_word(departed: KeyValue | None) -> JoinRequest | None:
         try:
-            return parse_join_request(departed.key, departed.value) if departed is not None else None
+            return records.parse_join_request(departed.key, departed.value) if departed is not None else None
         except StateError:
             return None
 
@@ -429,21 +399,21 @@ class RendezvousPolicy:
         """
         number, last = decision.record.number, previous.number if previous else 0
         missing_at = self._last.missing_at
-        no_newer = [(rounds_span(self._prefix), missing_at)] if missing_at else []
+        no_newer = [(layout.rounds_span(self._prefix), missing_at)] if missing_at else []
         if number == last:
             value, beside = self._rolls.said_again(decision.record, head, me, again)
             return Publish(value, decision.reason, decision.rule, no_newer=no_newer, beside=beside)
         value, beside = self._rolls.new(decision.record, me)
         over = sorted({last, number - 1} - {0})
-        fences = [Span(round_key(self._prefix, before)) for before in over]
-        stores = [Span(round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
+        fences = [Span(layout.round_key(self._prefix, before)) for before in over]
+        stores = [Span(layout.round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
         if decision.record.size:
-            no_newer = [*no_newer, (Span(round_key(self._prefix, number)), 0)]
+            no_newer = [*no_newer, (Span(layout.round_key(self._prefix, number)), 0)]
         return Publish(
             value,
             decision.reason,
             decision.rule,
-            puts=((round_key(self._prefix, number), self._rolls.name(decision.record, me).encode()),),
+            puts=((layout.round_key(self._prefix, number), self._rolls.name(decision.record, me).encode()),),
             deletes=[*fences, *stores, *self._rolls.old(decision.record, me)],
             no_newer=no_newer,
             beside=beside,
@@ -456,9 +426,10 @@ class RollReplaced(Exception):
 
 def read_round(prefix: str, decision: Publish[bytes]) -> None:
     """Parse what a decision writes, as a member does. Raises StateError."""
-    record = parse_decided(decided_key(prefix), decision.record)
+    record = records.parse_decided(layout.decided_key(prefix), decision.record)
     if isinstance(record, RoundHead) and decision.beside:
-        round_of(roll_span(prefix, record.roll).start, record, [parse_chunk(*chunk) for chunk in decision.beside])
+        chunks = [records.parse_chunk(*chunk) for chunk in decision.beside]
+        records.round_of(layout.roll_span(prefix, record.roll).start, record, chunks)
 
 
 class Rolls:
@@ -480,18 +451,18 @@ class Rolls:
         round has no seats; None if it is ready, since a round that runs goes on (R9)."""
         known = self._known.get(head.roll) or self._read_roll(head, view)
         if known is None:
-            return None if head.ready and not head.closed else with_roll(head, (), ())
+            return None if head.ready and not head.closed else records.with_roll(head, (), ())
         self._known = {head.roll: known}
-        return with_roll(head, known.seats, known.away)
+        return records.with_roll(head, known.seats, known.away)
 
     def _read_roll(self, head: RoundHead, view: View) -> Round | None:
         """Raises RollReplaced, StateError, EtcdError."""
         assert view.decided is not None
-        span = roll_span(self._prefix, head.roll)
+        span = layout.roll_span(self._prefix, head.roll)
         kvs = {kv.key: kv for kv in read_snapshot(self._etcd.range, lambda then: then.pages(span))}
-        keys = [roll_key(self._prefix, head.roll, chunk) for chunk in range(head.chunks)]
+        keys = [layout.roll_key(self._prefix, head.roll, chunk) for chunk in range(head.chunks)]
         if all(key in kvs for key in keys):
-            return round_of(span.start, head, (parse_chunk(key, kvs[key].value) for key in keys))
+            return records.round_of(span.start, head, (records.parse_chunk(key, kvs[key].value) for key in keys))
         if view.vanished:
             return None
         now = self._etcd.range(Get(Span(view.decided.key), keys_only=True)).one
@@ -501,15 +472,17 @@ class Rolls:
 
     def name(self, record: Round, me: str) -> str:
         """The name of the roll of a new round, as its participants know it."""
-        return record.roll if self._sizes.is_inline(record) else roll_id(record, self._sizes.chunks_for(record), me)
+        if self._sizes.is_inline(record):
+            return record.roll
+        return records.roll_id(record, self._sizes.chunks_for(record), me)
 
     def new(self, record: Round, me: str) -> tuple[bytes, list[tuple[str, bytes]]]:
         """The record of a new round, and its roll if that is stored beside it."""
         if self._sizes.is_inline(record):
-            return encode(replace(record, by=me)), []
+            return records.encode(replace(record, by=me)), []
         chunks, roll = self._sizes.chunks_for(record), self.name(record, me)
         self._known[roll] = record
-        return encode(head_of(record, roll, chunks, me)), self._chunks(record, roll, chunks)
+        return records.encode(records.head_of(record, roll, chunks, me)), self._chunks(record, roll, chunks)
 
     def said_again(
         self, record: Round, head: RoundHead | None, me: str, with_roll: bool
@@ -517,16 +490,16 @@ class Rolls:
         """A later record of a round, in the form in which the round was decided, because its participants know it in
         that form."""
         if head is None:
-            return encode(replace(record, by=me)), []
-        value = encode(head_of(record, head.roll, head.chunks, me))
+            return records.encode(replace(record, by=me)), []
+        value = records.encode(records.head_of(record, head.roll, head.chunks, me))
         return value, self._chunks(record, head.roll, head.chunks) if with_roll else []
 
     def _chunks(self, record: Round, roll: str, chunks: int) -> list[tuple[str, bytes]]:
-        parts = enumerate(chunks_of(record, chunks))
-        return [(roll_key(self._prefix, roll, at), encode(chunk)) for at, chunk in parts]
+        parts = enumerate(records.chunks_of(record, chunks))
+        return [(layout.roll_key(self._prefix, roll, at), records.encode(chunk)) for at, chunk in parts]
 
     def old(self, record: Round, me: str) -> list[Span]:
         """All rolls but that of this new round."""
         if self._sizes.is_inline(record):
-            return [rolls_span(self._prefix)]
-        return list(other_rolls(self._prefix, self.name(record, me)))
+            return [layout.rolls_span(self._prefix)]
+        return list(layout.other_rolls(self._prefix, self.name(record, me)))

@@ -12,19 +12,9 @@ from typing import Final
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from ftcoord import concurrency
-from ftcoord.core import rendezvous_records
+from ftcoord.core import layout, rendezvous_records
 from ftcoord.core.causes import UNKNOWN_PEER, is_consequence, told_ends
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure, ends_in, last_life, read_history
-from ftcoord.core.layout import (
-    decided_key,
-    events_span,
-    member_key,
-    member_of,
-    members_span,
-    number_of,
-    roll_key,
-    rounds_span,
-)
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
 from ftcoord.core.round_history import Ends, VacantSeat, failure_event, named, note_ends
 from ftcoord.core.round_situation import RoundCandidate, vacant
@@ -72,7 +62,7 @@ class RunRecord:
 
     def __init__(self, etcd: Etcd, settings: RendezvousSettings) -> None:
         self._etcd, self._settings = etcd, settings
-        self._key = decided_key(settings.prefix)
+        self._key = layout.decided_key(settings.prefix)
 
     def read(self, timeout: float | None = None) -> AnyRound | None:
         """The last decided round; None if there is none. `timeout` in seconds, the client's if None."""
@@ -100,9 +90,9 @@ class RunRecord:
             by: its host.
         """
         settings = self._settings
-        within = TimeLimit.of(settings.close_timeout)
+        within = TimeLimit.of(settings.times.close_timeout)
         # What is read only for a text leaves half of the time to the write that ends the run.
-        for_text = TimeLimit(HISTORY_TIMEOUT, concurrency.now() + settings.close_timeout / 2)
+        for_text = TimeLimit(HISTORY_TIMEOUT, concurrency.now() + settings.times.close_timeout / 2)
 
         def end(now: AnyRound) -> RecordChange | None:
             speaks = speaker is None or bool(now.closed) or self._speaks(now, speaker, within)
@@ -127,7 +117,7 @@ class RunRecord:
         """End the run. False if another round was decided meanwhile."""
         settings = self._settings
         try:
-            change_record(self._etcd, settings.prefix, settings.run_ttl, settings.history_ttl, end, within)
+            change_record(self._etcd, settings.prefix, settings.times.run_ttl, settings.times.history_ttl, end, within)
         except _RoundReplaced:
             return False
         return True
@@ -145,7 +135,7 @@ class RunRecord:
     def _told_ends(self, number: int, within: TimeLimit) -> Ends:
         """How parts in this round ended, by the history; empty if it cannot be read."""
         try:
-            found = self._etcd.range(Get(events_span(self._settings.prefix)), timeout=within.left())
+            found = self._etcd.range(Get(layout.events_span(self._settings.prefix)), timeout=within.left())
         except EtcdError as error:
             log.debug("the history cannot be read: %s", error)
             return {}
@@ -159,8 +149,10 @@ class RunRecord:
             return {}
         prefix = self._settings.prefix
         try:
-            found = self._etcd.range(Get(members_span(prefix), limit=MOST_HEARD), timeout=within.left())
-            members = [RoundCandidate(member_of(kv.key), ask, 0.0, kv.mod_revision) for kv, ask in _asks_in(found)]
+            found = self._etcd.range(Get(layout.members_span(prefix), limit=MOST_HEARD), timeout=within.left())
+            members = [
+                RoundCandidate(layout.member_of(kv.key), ask, 0.0, kv.mod_revision) for kv, ask in _asks_in(found)
+            ]
             causes = causes_known(self._etcd, prefix, vacant(now, members), timeout=within.left())
         except EtcdError as error:
             log.debug("what the members say cannot be read: %s", error)
@@ -178,7 +170,7 @@ class RunRecord:
         if isinstance(now, Round):
             return speaker.node in now.nodes
         for at in {now.chunk_of(member) for member in speaker.members}:
-            key = roll_key(self._settings.prefix, now.roll, at)
+            key = layout.roll_key(self._settings.prefix, now.roll, at)
             found = self._etcd.range(Get(Span(key)), timeout=within.left()).one
             if found is not None:
                 if speaker.node in parse_chunk(key, found.value).nodes:
@@ -195,7 +187,7 @@ class RunRecord:
         They are the members with the lowest ids, which are usually the oldest. To find the oldest, etcd would read all
         members, and each node of a large, slowly forming run asks for this. Raises EtcdError.
         """
-        span = members_span(self._settings.prefix)
+        span = layout.members_span(self._settings.prefix)
         found = self._etcd.range(Get(span, limit=limit), timeout=timeout)
         return [ask for _, ask in _asks_in(found)], found.count
 
@@ -216,7 +208,7 @@ class RunRecord:
         Does not raise if etcd is unreachable.
         """
         settings = self._settings
-        if UNKNOWN_PEER not in now.closed or not settings.history_ttl:
+        if UNKNOWN_PEER not in now.closed or not settings.times.history_ttl:
             return
         try:
             asks, count = self.members(MOST_SILENT + 1, within.left(HISTORY_TIMEOUT))
@@ -230,16 +222,15 @@ class RunRecord:
         who = (silent[0].host, silent[0].node) if len(silent) == 1 else ("", "")
         reason = f"{names} had said nothing when {host} left"
         event = HistoryEvent("silent", now.number, *who, reason, by=member)
-        self._note(event, [exists(member_key(settings.prefix, member))], within)
+        self._note(event, [exists(layout.member_key(settings.prefix, member))], within)
 
     def _note(self, event: HistoryEvent, guards: Sequence[Compare], within: TimeLimit) -> None:
         """Add to the history an event that no decision carries, if the guards hold."""
         settings = self._settings
-        if not settings.history_ttl:
+        if not settings.times.history_ttl:
             return
-        history = EventLog(
-            self._etcd, settings.prefix, settings.history_ttl, uuid.uuid4().hex, keeps=False, until=within.deadline
-        )
+        ttl, until = settings.times.history_ttl, within.deadline
+        history = EventLog(self._etcd, settings.prefix, ttl, uuid.uuid4().hex, keeps=False, until=until)
         with suppress(ClientClosed):
             history.add([replace(event, wall_ms=int(concurrency.wall() * 1000))], guards, 0)
 
@@ -269,5 +260,5 @@ def _log_why_not(run_id: str, now: AnyRound, outcome: str) -> None:
 def highest_round(etcd: Etcd, prefix: str, timeout: float | None = None) -> tuple[int, int]:
     """The highest round that has left its fence in etcd, even if the record was deleted; 0 for none. And at which
     revision. Raises EtcdError."""
-    found = etcd.range(Get(rounds_span(prefix), keys_only=True), timeout=timeout)
-    return max((number_of(kv.key) for kv in found.kvs), default=0), found.revision
+    found = etcd.range(Get(layout.rounds_span(prefix), keys_only=True), timeout=timeout)
+    return max((layout.number_of(kv.key) for kv in found.kvs), default=0), found.revision

@@ -13,14 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from torch.distributed import Store
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic.rendezvous import api
 
 from ftcoord.logs import show_log_lines
 from ftcoord.rendezvous.settings import is_known
@@ -45,7 +38,7 @@ class TorchelasticHandler:
     store, rank, world_size = handler.next_rendezvous()
     """
 
-    def __init__(self, handler: RendezvousHandler) -> None:
+    def __init__(self, handler: api.RendezvousHandler) -> None:
         self._handler = handler
 
     def next_rendezvous(self) -> tuple[Store, int, int]:
@@ -84,11 +77,11 @@ class TorchelasticHandler:
 def _old_names() -> Iterator[None]:
     try:
         yield
-    except RendezvousClosedError as error:
+    except api.RendezvousClosedError as error:
         raise RendezvousClosedException(str(error)) from error
-    except RendezvousTimeoutError as error:
+    except api.RendezvousTimeoutError as error:
         raise RendezvousTimeoutException(str(error)) from error
-    except RendezvousError as error:
+    except api.RendezvousError as error:
         raise RendezvousNonRetryableError(str(error)) from error
 
 
@@ -107,10 +100,10 @@ def install_legacy_names() -> None:
     Raises ImportError without torch.
     """
     for name in NAMES:
-        rendezvous_handler_registry._registry[name] = _create
+        api.rendezvous_handler_registry._registry[name] = _create
 
 
-def _create(params: RendezvousParameters) -> RendezvousHandler:
+def _create(params: api.RendezvousParameters) -> api.RendezvousHandler:
     from ftcoord.rendezvous.handler import check_for_torch, create_handler, with_conf
 
     show_log_lines()

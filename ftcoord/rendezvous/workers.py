@@ -28,24 +28,11 @@ from typing import Any, Final, NamedTuple
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from ftcoord import concurrency
+from ftcoord import concurrency, proc
 from ftcoord.core.causes import OBEYED, first_failure, follows
 from ftcoord.core.event_records import WorkerFailure, clipped
 from ftcoord.primitives.orphans import bears
 from ftcoord.primitives.step_thread import StepThread
-from ftcoord.proc import (
-    P_PIDFD,
-    RECENT,
-    children_of,
-    environment_of,
-    fate_of,
-    has_ended,
-    is_being_started,
-    oom_kills,
-    open_pidfd,
-    own_thread,
-    status_after_wait,
-)
 
 _STOPS: Final = signal.SIGTERM
 """The signal with which torch's agent stops its workers, unless another signal stops the agent itself."""
@@ -91,11 +78,11 @@ class WorkerWatch:
         *,
         starting: bool = False,
     ) -> None:
-        self._failed, self._timer_of, self._memory = failed, timer_of, oom_kills(os.getpid())
+        self._failed, self._timer_of, self._memory = failed, timer_of, proc.oom_kills(os.getpid())
         self._agents_own = _agents_own()
         self._first: _Seen | None = None  # set once, by the thread
-        self._mark, self._agent, self._began = mark, own_thread(), concurrency.now()  # never change
-        self._before = frozenset(children_of(self._agent)) if starting else frozenset[int]()  # never changes
+        self._mark, self._agent, self._began = mark, proc.own_thread(), concurrency.now()  # never change
+        self._before = frozenset(proc.children_of(self._agent)) if starting else frozenset[int]()  # never changes
         self._workers: dict[int, WorkerProcess] = {}  # by pidfds; replaced as a whole, so any thread may read it
         self._running: dict[int, WorkerProcess] = {}  # only the thread, once that runs
         self._sees_starts = starting  # never changes
@@ -190,7 +177,7 @@ class WorkerWatch:
         if self._is_starting:
             least, part = LOOK_EVERY
             return 1000 * max(least, part * (concurrency.now() - self._began))
-        return None if self._memory is None else 1000 * RECENT
+        return None if self._memory is None else 1000 * proc.RECENT
 
     def _look(self) -> None:
         """Find the workers that were started since the last look."""
@@ -230,14 +217,14 @@ def _workers(
 ) -> Iterator[tuple[int, WorkerProcess]]:
     """The marked children that the agent's thread has started, by their pidfds; with `or_ended` also those that have
     ended, and show nothing any longer."""
-    for pid in children_of(agent):
+    for pid in proc.children_of(agent):
         if pid in known:
             continue
         _await_start(pid)
         with suppress(OSError), ExitStack() as undo:  # it was waited for, or is another user's
-            pidfd = open_pidfd(pid)
+            pidfd = proc.open_pidfd(pid)
             undo.callback(os.close, pidfd)
-            worker = _marked(pid, mark) or (WorkerProcess(pid) if or_ended and has_ended(pidfd) else None)
+            worker = _marked(pid, mark) or (WorkerProcess(pid) if or_ended and proc.has_ended(pidfd) else None)
             if worker is not None:
                 undo.pop_all()
                 yield pidfd, worker
@@ -253,7 +240,7 @@ def _marked(pid: int, mark: str) -> WorkerProcess | None:
 
 def _await_start(pid: int) -> None:
     deadline = concurrency.now() + STARTS_WITHIN
-    while is_being_started(pid) and concurrency.now() < deadline:
+    while proc.is_being_started(pid) and concurrency.now() < deadline:
         concurrency.sleep(0.001)  # nobody tells
 
 
@@ -263,9 +250,9 @@ def _status(pidfd: int) -> int | None:
     None if it was already reaped and the kernel no longer has its status: then the agent knows it, and reports it.
     """
     try:
-        found = os.waitid(P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        found = os.waitid(proc.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:
-        status = status_after_wait(pidfd)
+        status = proc.status_after_wait(pidfd)
         return None if status is None else status & ~_CORE_DUMPED
     if found is None:
         return None
@@ -302,7 +289,7 @@ class WorkerProcess:
     @classmethod
     def of(cls, pid: int) -> WorkerProcess:
         """A running process. Raises OSError if it has ended."""
-        given = environment_of(pid)
+        given = proc.environment_of(pid)
         rank, local_rank = (_number(given.get(name, "")) for name in ("RANK", "LOCAL_RANK"))
         return cls(pid, rank, local_rank, given.get("TORCHELASTIC_ERROR_FILE", ""))
 
@@ -327,7 +314,7 @@ class WorkerProcess:
         """
         raised, number = self.raised(), 0 if status is None else status & 0x7F
         code = -1 if status is None or number else status >> 8 & 0xFF
-        fate = fate_of(status, was_oom)
+        fate = proc.fate_of(status, was_oom)
         return clipped(WorkerFailure(self.pid, self.rank, self.local_rank, code, number, fate, *raised, timer))
 
 
@@ -363,7 +350,7 @@ def failure_in(error: ChildFailedError) -> WorkerFailure | None:
         number, code = max(-one.exitcode, 0), max(one.exitcode, -1)
         status = number or code << 8
         raised = _raised(one.error_file_data)
-        fate = fate_of(status)
+        fate = proc.fate_of(status)
         failures.append(clipped(WorkerFailure(one.pid, rank, one.local_rank, code, number, fate, *raised)))
     return first_failure(failures)
 

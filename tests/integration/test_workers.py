@@ -24,7 +24,6 @@ from ftcoord import concurrency, proc
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.primitives.orphans import MARK, MarkedChildren
 from ftcoord.proc import own_thread
-from ftcoord.rendezvous import workers
 from ftcoord.rendezvous.handler import HandlerResources
 from ftcoord.rendezvous.workers import WorkerWatch, _workers, failure_in
 
@@ -384,8 +383,7 @@ def test_memory_that_ran_out_long_before_has_killed_no_worker(
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 3\n")
     monkeypatch.setattr(proc, "_groups", lambda _pid: [events])
-    for module in (proc, workers):
-        monkeypatch.setattr(module, "RECENT", 0.05)
+    monkeypatch.setattr(proc, "RECENT", 0.05)
     process = worker()
     watch = WorkerWatch(children.mark, failed.put, unbroken)
     assert watch._memory is not None

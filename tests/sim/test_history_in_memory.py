@@ -264,7 +264,7 @@ def test_a_run_is_closed_in_time_though_nobody_can_tell_how_its_parts_ended(worl
 
     def slow(call: Call) -> Fate:
         hangs = isinstance(call.asked, Get) and call.asked.span in texts
-        return Fate(arrives=math.inf) if hangs else Fate(answers=0.2 * agent.settings.close_timeout)
+        return Fate(arrives=math.inf) if hangs else Fate(answers=0.2 * agent.settings.times.close_timeout)
 
     agent.client.fate = slow
     assert agent.node is not None

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import pytest
+from helpers import rdzv_settings
 from test_participants_in_memory import LEASE_TTL, Machine, end
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousStateError
 from virtual import DELIVERED, LOST_REQUEST, Call, Fate, MemoryClient, flaky
@@ -37,7 +38,6 @@ from ftcoord.etcd.api import Delete, Get, Put
 from ftcoord.primitives.group import decided_record
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.run_record import RunRecord
-from ftcoord.rendezvous.settings import RendezvousSettings
 
 IN_TWOS: Final = RollSizes(inline=0, chunk=2)
 """Each roll lies beside its head, two seats to a chunk."""
@@ -75,13 +75,8 @@ class Agent(Machine):
         self.worker_fails = concurrency.event()
         self.looks_every = 0.1
         self._rolls = rolls or (IN_TWOS if world.seed % 2 else ROLLS)
-        self.settings = RendezvousSettings(
-            "etcd-v3",
-            "run",
-            *nnodes,
-            None,
-            None,
-            **{"last_call_timeout": 2.0, "lease_ttl": LEASE_TTL, "close_timeout": 1.0, **settings},
+        self.settings = rdzv_settings(
+            nnodes, **{"last_call_timeout": 2.0, "lease_ttl": LEASE_TTL, "close_timeout": 1.0, **settings}
         )
         self._port = 10_000
         self.begin(self._work)
@@ -306,7 +301,7 @@ def end_at_once(world: World, others: list[Agent], before: list[Started], *why: 
     began = concurrency.now()
     world.until(lambda: all(agent.rounds[-1].number > before[0].number for agent in others), "another round")
     settings = others[0].settings
-    assert concurrency.now() - began < settings.last_call_timeout * RETURN_FACTOR + 1, (
+    assert concurrency.now() - began < settings.rounds.last_call_timeout * RETURN_FACTOR + 1, (
         "nobody waited for a lease's time"
     )
     told = parse_decided(DECIDED, world.keys(DECIDED)[DECIDED]).before
@@ -397,7 +392,7 @@ def test_a_node_that_etcd_does_not_answer_on_its_way_back_is_not_forgotten(world
     unlucky, *others = group = [Agent(world, "unlucky", world.etcd.client(lost), (1, 3)), *agents(world, 2, (1, 3))]
     before = work_together(world, group)
     world.sleep(1)
-    blocked_until = concurrency.now() + 2 * unlucky.settings.request_timeout
+    blocked_until = concurrency.now() + 2 * unlucky.settings.times.request_timeout
     world.etcd.expire(unlucky.lease())
     after = work_together(world, others, before[0].number)
     work_together(world, group, after[0].number)
@@ -416,7 +411,7 @@ def test_of_those_that_lost_their_leases_one_does_not_come_back(world: World) ->
         world.etcd.expire(lease)
     began = concurrency.now()
     work_together(world, others, before[0].number)
-    assert concurrency.now() - began < 3 * LEASE_TTL + 3 * others[0].settings.last_call_timeout
+    assert concurrency.now() - began < 3 * LEASE_TTL + 3 * others[0].settings.rounds.last_call_timeout
     end(world, others)
     check_rounds(group)
 
@@ -463,7 +458,7 @@ def test_a_host_that_is_lost_while_etcd_is_wiped_or_restored_is_replaced(world: 
     world.etcd.rewind(random.choice((empty, old)))
     began = concurrency.now()
     work_together(world, others, before[0].number)
-    assert concurrency.now() - began < 3 * LEASE_TTL + 3 * others[0].settings.last_call_timeout
+    assert concurrency.now() - began < 3 * LEASE_TTL + 3 * others[0].settings.rounds.last_call_timeout
     end(world, others)
     check_rounds(others)
 

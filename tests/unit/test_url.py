@@ -19,8 +19,8 @@ def test_all_of_it() -> None:
     assert (asked.rank, asked.world_size) == (1, 4)
     settings = asked.settings
     assert (settings.run_id, settings.min_nodes, settings.max_nodes) == ("team/run 7", 4, 4)
-    assert (settings.lease_ttl, settings.key_prefix, settings.local_addr) == (5, "/x", "10.0.0.7")
-    assert settings.join_timeout == 60.0
+    assert (settings.times.lease_ttl, settings.key_prefix, settings.local_addr) == (5, "/x", "10.0.0.7")
+    assert settings.times.join_timeout == 60.0
     assert settings.etcd is not None
     assert [(endpoint.host, endpoint.port) for endpoint in settings.etcd.endpoints] == [("h1", 2379), ("h2", 3000)]
     assert settings.etcd.tls is None
@@ -36,7 +36,7 @@ def test_without_a_rank_and_without_a_world() -> None:
     assert parse("etcd://h1/run?world_size=3").rank is None
     asked = parse("etcd://h1/run?join_timeout=5")
     assert (asked.rank, asked.world_size) == (None, None)
-    assert (asked.settings.min_nodes, asked.settings.max_nodes, asked.settings.join_timeout) == (1, NO_LIMIT, 5.0)
+    assert (asked.settings.min_nodes, asked.settings.max_nodes, asked.settings.times.join_timeout) == (1, NO_LIMIT, 5.0)
 
 
 @pytest.mark.parametrize("url", ["etcd://h1/run/?world_size=3", " etcd://h1//run?world_size=3\n"])

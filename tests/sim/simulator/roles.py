@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from helpers import rdzv_settings
 from store_history import Operation
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -20,7 +21,6 @@ from ftcoord.core.rendezvous_records import FAILED, FINISHED, ROLLS, RollSizes
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
-from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
 from simulator.managed_roles import Group
 from simulator.oracles import STORE, StartedRound, Violation
@@ -53,10 +53,14 @@ class Agent(Role):
 
     def live(self, process: Process) -> None:
         least, most = self.wants or self.world.plan.nnodes
-        settings = RendezvousSettings(
-            "etcd-v3", "run", least, most, process.name, None, last_call_timeout=2.0, lease_ttl=5, close_timeout=1.0,
+        settings = rdzv_settings(
+            (least, most),
+            local_addr=process.name,
+            last_call_timeout=2.0,
+            lease_ttl=5,
+            close_timeout=1.0,
             restart=self.world.plan.restart,
-        )  # fmt: skip
+        )
         while not process.leaves.is_set():
             handler = handlers.EtcdRendezvousHandler(settings, Hold(process.client))
             handler._resources.node = nodes.Node(
