@@ -308,7 +308,7 @@ def _last_known(situation: RoundSituation) -> int:
 
 def _lost_round(number: int, limits: tuple[int, int], previous: Round) -> Round:
     """A round whose seats nobody knows."""
-    return Round(number, (), "", 0, (), *limits, drained=previous.drained)
+    return Round(number, (), "", 0, min_nodes=limits[0], max_nodes=limits[1], drained=previous.drained)
 
 
 def _names(hosts: Iterable[str]) -> str:
@@ -488,11 +488,12 @@ def _complete(poll: RoundPoll) -> Publish[Round]:
         tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked),
         first.address,
         first.port,
-        (
+        away=(
             *(Away(member.id, poll.last_seat_of(member)) for member in poll.busy),
             *(Away(seat.member, previous.number) for seat in situation.unheard),
         ),
-        *poll.limits,
+        min_nodes=poll.limits[0],
+        max_nodes=poll.limits[1],
         before=previous.closed or why_ended(previous.recalled, situation.decided_revision, situation.ends),
         drained=_still_drained(previous.drained, situation.members),
     )

@@ -15,7 +15,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
@@ -403,14 +403,6 @@ LONGEST_FOLDER: Final = 255 - 9
 """Bytes of an id that a name of torch's log folder can contain: torch adds nine more."""
 
 
-class OpenedRun(NamedTuple):
-    """A run's settings, and a client whose etcd has answered; `server` is the embedded etcd, if there is one."""
-
-    settings: RendezvousSettings
-    etcd: SharedClient
-    server: EtcdServer | None
-
-
 def create_handler(params: api.RendezvousParameters) -> api.RendezvousHandler:
     """Make the handler that `torchrun --rdzv-backend=etcd-v3` uses. It has joined no round yet.
 
@@ -450,8 +442,11 @@ def with_conf(params: api.RendezvousParameters, conf: Mapping[str, object]) -> a
     )
 
 
-def open_run(params: api.RendezvousParameters) -> OpenedRun:
-    """Check the parameters, and connect. Raises what `create_handler` raises."""
+def open_run(params: api.RendezvousParameters) -> tuple[RendezvousSettings, SharedClient, EtcdServer | None]:
+    """A run's settings, checked, a client whose etcd has answered, and the embedded etcd if there is one.
+
+    Raises what `create_handler` raises.
+    """
     settings = RendezvousSettings.parse(
         backend=params.backend,
         endpoint=params.endpoint,
@@ -463,11 +458,11 @@ def open_run(params: api.RendezvousParameters) -> OpenedRun:
     )
     check_local_addr(settings.local_addr)
     if settings.etcd is not None:
-        return OpenedRun(_with_id(settings), connect(settings.etcd, settings.times.join_timeout), None)
+        return _with_id(settings), connect(settings.etcd, settings.times.join_timeout), None
     server = EtcdServer(login=True)
     server.start()
     try:
-        return OpenedRun(settings, connect(server.config(settings.times.request_timeout)), server)
+        return settings, connect(server.config(settings.times.request_timeout)), server
     except api.RendezvousConnectionError:
         server.stop()
         raise

@@ -10,7 +10,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -59,20 +58,20 @@ def register_init_methods() -> None:
 
 def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield one world. Raises ConfigError before any socket is opened, and what `next_rendezvous` raises."""
-    asked = parse_url(url, timeout.total_seconds())
-    assert asked.settings.etcd is not None
-    check_local_addr(asked.settings.local_addr)
-    run = (asked.settings.etcd, asked.settings.prefix)
+    settings, asked = parse_url(url, timeout.total_seconds())
+    assert settings.etcd is not None
+    check_local_addr(settings.local_addr)
+    run = (settings.etcd, settings.prefix)
     if before := _here.pop(run, None):
         before.leave()
-    handler = _Handler(asked.settings, connect(asked.settings.etcd, asked.settings.times.join_timeout))
+    handler = _Handler(settings, connect(settings.etcd, settings.times.join_timeout))
     with ExitStack() as undo:
         undo.callback(handler.leave)  # else it would keep its seat, and whoever tries again find the world full
         info = handler.next_rendezvous()
         info.store.set_timeout(timeout)
-        rank = info.rank if asked.rank is None else asked.rank
-        if asked.rank is not None:
-            _claim(info.store, asked.rank, handler.host)
+        rank = info.rank if asked is None else asked
+        if asked is not None:
+            _claim(info.store, asked, handler.host)
         undo.pop_all()
     _here[run] = handler
     yield info.store, rank, info.world_size
@@ -106,20 +105,12 @@ _world = whole(1, NO_LIMIT)
 _rank = whole(0, NO_LIMIT)
 
 
-@dataclass(frozen=True, slots=True)
-class InitUrl:
-    """A run, its number of members (None: all that join before the last call ends), and this member's rank."""
+def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) -> tuple[RendezvousSettings, int | None]:
+    """The run's settings, and this member's rank, if the URL has one.
 
-    settings: RendezvousSettings
-    world_size: int | None
-    rank: int | None
-
-
-def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) -> InitUrl:
-    """Parse the URL. `timeout`, in seconds, is the join timeout if the URL has none.
-
-    The path is the run id, percent-encoded. Besides `rank`, `world_size` and `local_addr` the query takes the keys of
-    `rdzv_conf`. The default port is 2379; without a host, the endpoints come from FTCOORD_ENDPOINTS.
+    `timeout`, in seconds, is the join timeout if the URL has none. The path is the run id, percent-encoded. Besides
+    `rank`, `world_size` and `local_addr` the query takes the keys of `rdzv_conf`. The default port is 2379; without a
+    host, the endpoints come from FTCOORD_ENDPOINTS.
 
     Raises ConfigError.
     """
@@ -142,4 +133,4 @@ def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) ->
         },
         env=env,
     )
-    return InitUrl(settings, world_size, rank)
+    return settings, rank

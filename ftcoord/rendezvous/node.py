@@ -247,9 +247,17 @@ class Node:
 
     def _new_ask(self, port: int) -> JoinRequest:
         settings, after, failed = self._settings, self._numbers.highest, self._failed
-        limits = settings.min_nodes, settings.max_nodes
-        reopens = self._numbers.reopens
-        ask = JoinRequest(self.id, self._address, port, after, self.host, "", *limits, reopens=reopens)
+        ask = JoinRequest(
+            self.id,
+            self._address,
+            port,
+            after,
+            host=self.host,
+            nonce="",
+            min_nodes=settings.min_nodes,
+            max_nodes=settings.max_nodes,
+            reopens=self._numbers.reopens,
+        )
         is_next = self.round is not None and after == self.round.number
         if not is_next or failed.failure is None:
             return ask

@@ -39,14 +39,9 @@ _STOPS: Final = signal.SIGTERM
 _CORE_DUMPED: Final = 0x80
 """The flag in the status of `os.wait` of a process that a signal ended; `os.waitid` reports it elsewhere."""
 
-
-class _Seen(NamedTuple):
-    """How a worker ended, and when that was seen, on this host's wall clock."""
-
-    failure: WorkerFailure
-    at: float
-
-
+_TORCHS_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+LARGEST_ERROR_FILE: Final = 1 << 20
+"""Bytes. Larger error files are ignored."""
 STARTS_WITHIN: Final = 0.25
 """Seconds that the kernel may take for a child that was just started; it takes less than a millisecond."""
 LOOK_EVERY: Final = 0.005, 0.01
@@ -80,7 +75,8 @@ class WorkerWatch:
     ) -> None:
         self._failed, self._timer_of, self._memory = failed, timer_of, proc.oom_kills(os.getpid())
         self._agents_own = _agents_own()
-        self._first: _Seen | None = None  # set once, by the thread
+        self._first: tuple[WorkerFailure, float] | None = None  # set once, by the thread
+        """The worker that failed first, and when that was seen, on this host's wall clock."""
         self._mark, self._agent, self._began = mark, proc.own_thread(), concurrency.now()  # never change
         self._before = frozenset(proc.children_of(self._agent)) if starting else frozenset[int]()  # never changes
         self._workers: dict[int, WorkerProcess] = {}  # by pidfds; replaced as a whole, so any thread may read it
@@ -127,8 +123,8 @@ class WorkerWatch:
                 do not stop.
         """
         first = self._first
-        if first is not None and (stopped_at is None or first.at <= stopped_at):
-            return self._judge(first.failure)
+        if first is not None and (stopped_at is None or first[1] <= stopped_at):
+            return self._judge(first[0])
         if stopped_at is not None:
             raised = [one.failure(None) for one in self._workers.values() if one.has_raised_before(stopped_at)]
             return first_failure(raised)
@@ -191,7 +187,7 @@ class WorkerWatch:
         if not self._has_failed(status):
             return False
         first = self._failure_of(worker, status)
-        self._first = _Seen(first, concurrency.wall())
+        self._first = first, concurrency.wall()
         self._failed(self._judge(first))
         return True
 
@@ -259,18 +255,11 @@ def _status(pidfd: int) -> int | None:
     return found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status
 
 
-LARGEST_ERROR_FILE: Final = 1 << 20
-"""Bytes. Larger error files are ignored."""
-
-
 class Raised(NamedTuple):
     """A worker's exception: its type and text, and the head of the traceback; empty if it left none."""
 
-    exception: str
-    traceback: str
-
-
-NOTHING_RAISED: Final = Raised("", "")
+    exception: str = ""
+    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +284,7 @@ class WorkerProcess:
 
     def raised(self) -> Raised:
         """The exception that it has written so far."""
-        return raised_in(self.error_file) if self.error_file else NOTHING_RAISED
+        return raised_in(self.error_file) if self.error_file else Raised()
 
     def has_raised_before(self, time: float) -> bool:
         """Whether it had written an exception by then, on this host's wall clock."""
@@ -312,10 +301,22 @@ class WorkerProcess:
             was_oom: whether the kernel killed a process of its control group for lack of memory.
             timer: the expiration timer for which it was killed.
         """
-        raised, number = self.raised(), 0 if status is None else status & 0x7F
-        code = -1 if status is None or number else status >> 8 & 0xFF
-        fate = proc.fate_of(status, was_oom)
-        return clipped(WorkerFailure(self.pid, self.rank, self.local_rank, code, number, fate, *raised, timer))
+        return self._failure(status, self.raised(), was_oom, timer)
+
+    def _failure(self, status: int | None, raised: Raised, was_oom: bool = False, timer: str = "") -> WorkerFailure:
+        number = 0 if status is None else status & 0x7F
+        failure = WorkerFailure(
+            self.pid,
+            self.rank,
+            self.local_rank,
+            exit_code=-1 if status is None or number else status >> 8 & 0xFF,
+            signal=number,
+            fate=proc.fate_of(status, was_oom),
+            exception=raised.exception,
+            traceback=raised.traceback,
+            timer=timer,
+        )
+        return clipped(failure)
 
 
 def raised_in(error_file: str) -> Raised:
@@ -324,7 +325,7 @@ def raised_in(error_file: str) -> Raised:
         text = _text_in(error_file)
         found = json.loads(text.decode("utf-8", errors="replace")) if len(text) <= LARGEST_ERROR_FILE else None
     except (OSError, ValueError, RecursionError):  # none, or not whole: nothing depends on it but a text
-        return NOTHING_RAISED
+        return Raised()
     return _raised(found)
 
 
@@ -347,18 +348,16 @@ def failure_in(error: ChildFailedError) -> WorkerFailure | None:
     """Why torch's agent has given up, in its own words: for an agent whose workers nobody else saw end."""
     failures = []
     for rank, one in error.failures.items():
-        number, code = max(-one.exitcode, 0), max(one.exitcode, -1)
-        status = number or code << 8
-        raised = _raised(one.error_file_data)
-        fate = proc.fate_of(status)
-        failures.append(clipped(WorkerFailure(one.pid, rank, one.local_rank, code, number, fate, *raised)))
+        status = max(-one.exitcode, 0) or one.exitcode << 8
+        worker = WorkerProcess(one.pid, rank, one.local_rank)
+        failures.append(worker._failure(status, _raised(one.error_file_data)))
     return first_failure(failures)
 
 
 def _raised(found: Any) -> Raised:
     message = found.get("message") if isinstance(found, Mapping) else None
     if not isinstance(message, Mapping):
-        return NOTHING_RAISED
+        return Raised()
     extra = message.get("extraInfo")
     traceback = extra.get("py_callstack") if isinstance(extra, Mapping) else ""
     text = str(message.get("message") or "")
@@ -367,9 +366,6 @@ def _raised(found: Any) -> Raised:
 
 def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-
-
-_TORCHS_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 def handled_signals() -> list[signal.Signals]:

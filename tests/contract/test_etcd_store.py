@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import warm
-from helpers import DEADLINE, eventually, in_fork
+from helpers import DEADLINE, eventually
 from members import Door
 from rdzv_nodes import keys_under, spawn
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
@@ -23,7 +22,7 @@ from watching import Watching
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RoundOver
-from ftcoord.etcd.api import Etcd, Get, Op, Span, TxnResult, Watch, WatchItem
+from ftcoord.etcd.api import Etcd, Get, Op, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.store import EtcdStore
 
@@ -52,21 +51,6 @@ def test_camel_case_spellings(make: MakeEtcdStore) -> None:
     assert store.getNumKeys() == store.num_keys() == 1
     assert store.deleteKey("a")
     assert store.num_keys() == 0
-
-
-def test_the_python_half_lives_while_cpp_uses_it(etcd: EtcdServer, prefix: str) -> None:
-    store = PrefixStore("p", EtcdStore(etcd.get_endpoint(), prefix, LONG))
-    gc.collect()
-    store.set("a", b"1")
-    clone = store.clone()
-    del store
-    gc.collect()
-    assert clone.get("a") == b"1"
-    inner = clone.underlying_store
-    del clone
-    gc.collect()
-    assert inner.get("p/a") == b"1"
-    inner.close()
 
 
 def test_stores_with_other_prefixes_are_apart(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
@@ -125,13 +109,6 @@ def test_a_signal_does_not_break_a_wait(make: MakeEtcdStore) -> None:
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_use_in_a_forked_child_is_refused(make: MakeEtcdStore) -> None:
-    store = make()
-    store.set("a", b"1")
-    assert in_fork(partial(store.get, "a")) == in_fork(partial(store.set, "a", b"2")) == "ForkedProcessError"
-    assert store.get("a") == b"1"
 
 
 # -- leases and fences ------------------------------------------------------------------------------------------------
@@ -205,11 +182,6 @@ def test_a_fence_that_is_put_again_with_another_value_is_another_one(
         with pytest.raises(RoundOver, match="join the next one"):
             call()
     assert store.get("a") == b"1"
-
-
-def test_a_new_store_behind_a_fence_that_is_gone(make: MakeEtcdStore, prefix: str) -> None:
-    with pytest.raises(RoundOver):
-        make(fence=f"{prefix}/fence").set("a", b"1")
 
 
 WAITS: dict[str, Callable[[Store], object]] = {
@@ -379,31 +351,6 @@ def test_an_answer_that_never_comes_ends_in_an_error_and_harms_nothing(make: Mak
 # -- etcd in trouble --------------------------------------------------------------------------------------------------
 
 
-def test_sums_are_exact_when_etcd_is_killed_meanwhile(fragile: EtcdServer, make: MakeEtcdStore) -> None:
-    stores = [make(fragile.get_endpoint()) for _ in range(4)]
-    running = threading.Event()
-    running.set()
-
-    def add(store: EtcdStore) -> int:
-        count = 0
-        while running.is_set() or count < 50:
-            store.add("n", 1)
-            store.append("text", "x")
-            count += 1
-        return count
-
-    counts = [spawn(partial(add, store)) for store in stores]
-    for _ in range(2):
-        reached = int(stores[0].get("n")) + 40 if stores[0].check(["n"]) else 40
-        eventually(lambda reached=reached: stores[0].add("n", 0) >= reached, what="the sum grows")
-        fragile.kill()
-        fragile.restart()
-    running.clear()
-    total = sum(count.result(DEADLINE) for count in counts)
-    assert stores[0].add("n", 0) == total
-    assert stores[0].get("text") == b"x" * total
-
-
 def test_a_wait_goes_on_after_a_restart(fragile: EtcdServer, make: MakeEtcdStore) -> None:
     store, writer = make(fragile.get_endpoint()), make(fragile.get_endpoint())
     writer.set("there", b"1")
@@ -425,32 +372,6 @@ def test_a_wait_goes_on_after_a_pause(fragile: EtcdServer, make: MakeEtcdStore) 
     fragile.resume()
     writing.result(DEADLINE)
     assert waiting.result(DEADLINE) == b"1"
-
-
-class CompactingEtcd:
-    """An etcd that puts `key` and forgets its history just before the first watch starts."""
-
-    def __init__(self, etcd: EtcdClient, key: str) -> None:
-        self._etcd, self._key = etcd, key
-        self.watches = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._etcd, name)
-
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watch:
-        self.watches += 1
-        if self.watches == 1:
-            for value in (b"1", b"2"):
-                revision = self._etcd.put(self._key, value).revision
-            self._etcd.compact(revision)
-        return self._etcd.watch(span, start_revision, deliver)
-
-
-def test_a_wait_goes_on_after_a_compaction(fragile: EtcdServer, make: MakeEtcdStore, prefix: str) -> None:
-    with fragile.get_client() as client:
-        compacting = CompactingEtcd(client, f"{prefix}/data/key")
-        assert make(compacting).get("key") == b"2"
-        assert compacting.watches == 1
 
 
 def test_an_outage_that_lasts_too_long(fragile: EtcdServer, make: MakeEtcdStore) -> None:
