@@ -295,14 +295,6 @@ def test_a_node_with_other_limits_is_no_spare_of_the_run(make_nodes: MakeNodes) 
         join.result(DEADLINE)
 
 
-def test_limits_of_nodes_that_are_gone_bind_nobody(make_nodes: MakeNodes) -> None:
-    old = make_nodes(1, 1, run_id="changed limits").one()
-    join_all([old])
-    old.fail()
-    seats = join_all(make_nodes(2, 2, run_id="changed limits").add(2))
-    assert {(seat.world, seat.round) for seat in seats} == {(2, 2)}
-
-
 def test_limits_of_nodes_that_were_killed_bind_nobody(make_nodes: MakeNodes) -> None:
     """Their leases live on for a while, and a new start with other limits must not end for that."""
     old = make_nodes(1, 1, run_id="killed limits", lease_ttl=4).one()

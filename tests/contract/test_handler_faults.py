@@ -22,7 +22,7 @@ from rdzv_nodes import (
     spawn,
     waits,
 )
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Span
@@ -60,16 +60,6 @@ def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_dead_node_is_noticed_when_its_lease_ends(make_nodes: MakeNodes) -> None:
-    run = make_nodes(2, 3)
-    nodes = run.add(3)
-    join_all(nodes)
-    nodes[1].crash()
-    survivors = [nodes[0], nodes[2]]
-    all_signalled(survivors)
-    assert {seat.world for seat in join_all(survivors)} == {2}
 
 
 def test_member_loss_can_be_left_to_the_workers(make_nodes: MakeNodes, client: EtcdClient) -> None:
@@ -125,32 +115,7 @@ def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, c
     assert other.join().result(DEADLINE).world == join.result(DEADLINE).world == 2
 
 
-def test_the_lease_of_the_record_may_be_lost(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    """Somebody deletes the run's keys: rounds go on with the next number."""
-    nodes = make_nodes(2, 2, run_id="erased").add(2)
-    join_all(nodes)
-    record = client.get("/ftcoord/v1/erased/decided").one
-    assert record is not None
-    client.revoke(record.lease)
-    all_signalled(nodes)
-    assert {seat.round for seat in join_all(nodes)} == {2}
-
-
 # -- what others do to a run's keys -----------------------------------------------------------------------------------
-
-
-def test_a_record_that_is_not_ours_is_in_the_way_until_it_is_deleted(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    nodes = make_nodes(2, 2, run_id="in-the-way").add(2)
-    key = "/ftcoord/v1/in-the-way/decided"
-    before = join_all(nodes)
-    client.put(key, b"not ours")
-    with pytest.raises(RendezvousStateError, match=key):
-        nodes[0].handler.next_rendezvous()
-    client.delete(Span(key))
-    all_signalled(nodes)
-    assert join_all(nodes)[0].round > before[0].round
-    nodes[1].crash()
-    eventually(nodes[0].signalled, what="the loss is noticed")
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["the decider", "another"])
@@ -290,23 +255,6 @@ def test_run_ids(make_nodes: MakeNodes, client: EtcdClient, run_id: str) -> None
     assert nodes[0].finish()
     eventually(nodes[1].handler.is_closed, what="the run is closed")
     assert {key.split("/")[1] for key in keys_under(client, "/ids")} == {"ids"}
-
-
-def test_two_runs_side_by_side(make_nodes: MakeNodes) -> None:
-    """One's id is the start of the other's."""
-    runs = [make_nodes(2, 2, run_id=run_id).add(2) for run_id in ("job", "job/1", "job1")]
-    for nodes in runs:
-        assert {seat.world for seat in join_all(nodes)} == {2}
-        for node in nodes:
-            assert node.info is not None
-            node.info.store.set("key", node.handler.get_run_id())
-    runs[0][0].finish()
-    eventually(runs[0][1].handler.is_closed, what="the run is closed")
-    for nodes in runs[1:]:
-        assert not any(node.handler.is_closed() or node.signalled() for node in nodes)
-        assert nodes[0].info is not None
-        assert nodes[0].info.store.get("key") == nodes[0].handler.get_run_id().encode()
-        assert {seat.round for seat in join_all(nodes)} == {2}
 
 
 def test_a_long_run_keeps_its_state_and_leaves_nothing(make_nodes: MakeNodes, client: EtcdClient) -> None:
