@@ -48,33 +48,12 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
+from ftcoord.core import rendezvous_records as records
+from ftcoord.core import round_situation
 from ftcoord.core.causes import told_ends, told_leaving, why_ended
-from ftcoord.core.rendezvous_records import (
-    FAILED,
-    FINISHED,
-    NO_ROUND,
-    AnyRound,
-    Away,
-    HeardRound,
-    JoinRequest,
-    Round,
-    RoundHead,
-    Seat,
-)
+from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, Away, HeardRound, JoinRequest, Round, RoundHead, Seat
 from ftcoord.core.round_history import counted
-from ftcoord.core.round_situation import (
-    MOMENT,
-    Restart,
-    RoundCandidate,
-    RoundOptions,
-    RoundPoll,
-    RoundSituation,
-    limits_of,
-    poll_of,
-    seating_time,
-    spelled,
-    unhurried,
-)
+from ftcoord.core.round_situation import MOMENT, Restart, RoundCandidate, RoundOptions, RoundPoll, RoundSituation
 from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict, Wait
 
 RULES: Final = (
@@ -101,11 +80,11 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
     is_older = previous is not None and any(_has_reopened(previous, member.ask) for member in situation.members)
     if previous is not None and previous.closed and not is_older and not may_reopen(previous, options.restart):
         return Wait("the run is closed", rule=CLOSED_RUN)
-    limits = limits_of(situation)
+    limits = round_situation.limits_of(situation)
     if _must_be_told(situation, limits):
         stated = replace(previous or NO_ROUND, min_nodes=limits[0], max_nodes=limits[1])
-        return Publish(stated, f"--nnodes is {spelled(limits)}, not what all members want", LIMITS)
-    poll = poll_of(situation, limits)
+        return Publish(stated, f"--nnodes is {round_situation.spelled(limits)}, not what all members want", LIMITS)
+    poll = round_situation.poll_of(situation, limits)
     if previous is not None and previous.closed and not is_older:
         return _judge_closed(previous, poll, options, now)
     if lost > (previous or NO_ROUND).number and (verdict := _judge_lost(lost, poll, options, now)):
@@ -145,7 +124,7 @@ def _judge_closed(previous: Round, poll: RoundPoll, options: RoundOptions, now: 
 
 def may_reopen(closed: AnyRound, restart: Restart) -> bool:
     """Whether new members may go on from a closed run."""
-    return restart == "always" or (restart == "failed" and closed.outcome == FAILED)
+    return restart == "always" or (restart == "failed" and closed.outcome == records.FAILED)
 
 
 def _judge_running(previous: Round, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
@@ -199,8 +178,9 @@ def _judge_seated(
     now: float,
 ) -> Verdict[Round]:
     """R2. All take their seats, or nobody starts."""
-    until = situation.previous_at + seating_time(previous.size, options.last_call_timeout, options.seat_timeout)
-    since = now - options.fresh * unhurried(previous.size, now - situation.previous_at)
+    seating = round_situation.seating_time(previous.size, options.last_call_timeout, options.seat_timeout)
+    until = situation.previous_at + seating
+    since = now - options.fresh * round_situation.unhurried(previous.size, now - situation.previous_at)
     missing = [
         member.ask.host
         for member in participants
@@ -238,7 +218,7 @@ def _recall_vanished(previous: Round, situation: RoundSituation) -> Publish[Roun
     why = "its record vanished from etcd"
     if previous.closed or number <= previous.number:
         return _recall(previous, why, 0)
-    return _recall(_lost_round(number, limits_of(situation), previous), why, 0)
+    return _recall(_lost_round(number, round_situation.limits_of(situation), previous), why, 0)
 
 
 def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
@@ -383,7 +363,7 @@ def call_back(now: AnyRound | None, mine: AnyRound) -> tuple[int, str]:
     if now is None or now.number < mine.number:  # an etcd that lost writes: nobody went on without this node
         return 0, ""
     if now.closed:
-        is_done = now.outcome == FINISHED and is_same_round(now, mine)
+        is_done = now.outcome == records.FINISHED and is_same_round(now, mine)
         return (0, "") if is_done else (1, f"the run is over: {now.closed}")
     if not is_same_round(now, mine):
         is_lost = now.number == mine.number and now.recalled and not now.size

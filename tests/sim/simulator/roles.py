@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,13 +55,9 @@ class Agent(Role):
     def live(self, process: Process) -> None:
         least, most = self.wants or self.world.plan.nnodes
         settings = rdzv_settings(
-            (least, most),
-            local_addr=process.name,
-            last_call_timeout=2.0,
-            lease_ttl=5,
-            close_timeout=1.0,
-            restart=self.world.plan.restart,
+            (least, most), last_call_timeout=2.0, lease_ttl=5, close_timeout=1.0, restart=self.world.plan.restart
         )
+        settings = replace(settings, local_addr=process.name)  # of a restarted process that is no name of a host
         while not process.leaves.is_set():
             handler = handlers.EtcdRendezvousHandler(settings, Hold(process.client))
             handler._resources.node = nodes.Node(
