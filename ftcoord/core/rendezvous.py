@@ -68,6 +68,8 @@ RULES: Final = (
     "R9 reattaching",
 )
 """The rules above, as verdicts name them."""
+DRAINED_KEPT: Final = 8
+"""Nodes that were drained and are gone whose names a record keeps: all nodes are sent it."""
 _, SEATS, RECALL, FORMING, _, LIMITS, CLOSED_RUN, _, REATTACHING = RULES
 
 
@@ -128,6 +130,10 @@ def may_reopen(closed: AnyRound, restart: Restart) -> bool:
 
 
 def _judge_running(previous: Round, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
+    """R2, R3, R8 and R9. The order is part of the rules: who came back has ended the round, whatever else happened; a
+    failure is a better reason than the nodes that it made leave; and those that may come back to their seats are
+    awaited before the round is recalled for them, or a newcomer gets their room.
+    """
     seated = poll.seated
     running = [member for member in poll.busy if member.id in seated]
     # Also through another lease than its seat's: whoever asks for another round has ended this one.
@@ -234,7 +240,7 @@ def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float)
         return _recall_lost(f"{_names(member.ask.host for member in wanting)} needs another round", poll)
     if behind:
         hosts = _names(member.ask.host for member in behind)
-        reason = f"{hosts} may not have said yet that it works in round {number}, whose record etcd has lost"
+        reason = f"{hosts} may not have reported yet that it works in round {number}, whose record etcd has lost"
         return Wait(reason, min(due.values()), REATTACHING)
     return _judge_lost_nodes(number, poll, options, now)
 
@@ -251,7 +257,7 @@ def _judge_lost_nodes(number: int, poll: RoundPoll, options: RoundOptions, now: 
     until = poll.situation.changed_at + options.return_to_seat
     if now >= until:
         return _recall_lost(odd, poll)
-    said = f"nodes have a lease's time to say what they do, since etcd has lost the record of round {number}"
+    said = f"nodes have a lease's time to report what they do, since etcd has lost the record of round {number}"
     return Wait(f"{odd}: {said}", until, REATTACHING)
 
 
@@ -418,8 +424,7 @@ def _may_have_seat(now: AnyRound, ask: JoinRequest) -> bool:
     return ask.seated == now.number or not now.ready
 
 
-DRAINED_KEPT: Final = 8
-"""Nodes that were drained and are gone whose names a record keeps: all nodes are sent it."""
+# -- the next round: R4 and R5 ------------------------------------------------------------------------------------
 
 
 def form(poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:

@@ -49,6 +49,11 @@ from ftcoord.timer.agent import serve_timers
 
 log = logging.getLogger(__name__)
 
+NO_ID: Final = "none"
+"""The id that torchrun gives a job without `--rdzv-id`."""
+LONGEST_FOLDER: Final = 255 - 9
+"""Bytes of an id that a name of torch's log folder can contain: torch adds nine more."""
+
 
 class HandlerResources:
     """The resources of a handler. Does not refer to the handler, whose finalizer releases them."""
@@ -118,8 +123,8 @@ class HandlerResources:
 
 def _unwatched(error: BaseException) -> None:
     log.warning(
-        "the workers of this round are not watched any longer (%r): if one fails, the other nodes hear of it only when "
-        "this node's agent has stopped the others",
+        "the workers of this round are not watched any longer (%r): if one fails, the other nodes learn of it only"
+        " when this node's agent has stopped its other workers",
         error,
     )
 
@@ -305,7 +310,7 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
             try:
                 self._node.participant.prepare()
             except UNANSWERED as error:
-                log.debug("nothing could be prepared: %s", error)
+                log.debug("the lease and the watch of the first round were not prepared: %s", error)
             except EtcdError as error:
                 run = self._settings.run_id
                 raise api.RendezvousConnectionError(f"could not prepare for run {run!r}: {error}") from None
@@ -397,10 +402,7 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
         )
 
 
-NO_ID: Final = "none"
-"""The id that torchrun gives a job without `--rdzv-id`."""
-LONGEST_FOLDER: Final = 255 - 9
-"""Bytes of an id that a name of torch's log folder can contain: torch adds nine more."""
+# -- from torchrun's parameters -------------------------------------------------------------------------------------
 
 
 def create_handler(params: api.RendezvousParameters) -> api.RendezvousHandler:
@@ -496,6 +498,9 @@ def connect(config: EtcdConfig, join_timeout: float = 0.0) -> SharedClient:
         client.close()
         raise api.RendezvousConnectionError(unusable(config, error)) from None
     return client
+
+
+# -- for people -----------------------------------------------------------------------------------------------------
 
 
 def round_line(run_id: str, round_: AnyRound, rank: int) -> str:

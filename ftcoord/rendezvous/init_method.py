@@ -24,6 +24,11 @@ from ftcoord.rendezvous.handler import EtcdRendezvousHandler, connect
 from ftcoord.rendezvous.settings import RendezvousSettings
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
+NO_LIMIT: Final = 2**31 - 1
+_FORM: Final = "write it as etcd://host:port,host:port/run?world_size=4"
+_OWN: Final = ("rank", "world_size", "local_addr")
+_world = whole(1, NO_LIMIT)
+_rank = whole(0, NO_LIMIT)
 _registered: set[str] = set()
 _here: dict[tuple[EtcdConfig, str], _Handler] = {}
 """This process's seat in each run. When the process takes part again, it gives up its old seat."""
@@ -96,13 +101,6 @@ def _claim(store: Store, rank: int, host: str) -> None:
         raise RendezvousStateError(
             f"rank {rank} was given to {holder} and to {owner}: give each process a rank of its own"
         )
-
-
-NO_LIMIT: Final = 2**31 - 1
-_FORM: Final = "write it as etcd://host:port,host:port/run?world_size=4"
-_OWN: Final = ("rank", "world_size", "local_addr")
-_world = whole(1, NO_LIMIT)
-_rank = whole(0, NO_LIMIT)
 
 
 def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) -> tuple[RendezvousSettings, int | None]:

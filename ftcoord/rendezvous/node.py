@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 FAREWELL_TIMEOUT: Final = 0.5
 """Seconds that a leaving node waits until its reason is read."""
+SAY_RETRY_PAUSE: Final = 0.5
+"""Seconds until a failed write about the seat is tried again."""
 SHUT_DOWN: Final = "this handler was shut down; make a new one"
 
 
@@ -280,7 +282,7 @@ class Node:
             self._failed.failure = failure
             run, fate = self._settings.run_id, failure.line
             metrics.WORKER_FAILURES.add(run)
-            text = f"run {run!r}, round {mine.number}: {fate}; the other nodes are told"
+            text = f"run {run!r}, round {mine.number}: {fate}; reported to the other nodes"
             log_change(log, text, logging.WARNING, run=run, round=mine.number, reason=fate, host=self.host)
             with contextlib.suppress(ThreadNotStarted):  # they hear of it later
                 self._holder.begin(self._hold(mine))
@@ -321,7 +323,7 @@ class Node:
         try:
             now = self._run.read(TimeLimit(self._settings.times.request_timeout, deadline).left())
         except api.RendezvousConnectionError as error:
-            log.debug("whether a round still stands cannot be told: %s", error)
+            log.debug("could not read whether the round is still the last one: %s", error)
             return None
         stands = now is not None and is_same_round(now, known) and not now.closed
         return self._started(known) if stands else None
@@ -395,13 +397,11 @@ class Node:
             raise api.RendezvousConnectionError(f"could not join run {run}: {error}") from None
 
 
-SAY_RETRY_PAUSE: Final = 0.5
-"""Seconds until a failed write is tried again."""
-
-
 class SeatHolder:
-    """Writes it for one node, on its own thread, until etcd has taken it or the node asks for something else.
-    Thread-safe.
+    """Writes what a node reports of its seat while its workers run: that it holds the seat under another lease (R9 in
+    `core.rendezvous`), or that a worker failed (R3).
+
+    On its own thread, until etcd has taken it or the node asks for something else. Thread-safe.
 
     Args:
         participant: the node's participant.
@@ -423,7 +423,7 @@ class SeatHolder:
     def failure(self) -> ThreadFailed | None:
         """The unexpected error that ended a thread of this seat."""
         failure = self._failure
-        return None if failure is None else ThreadFailed("says that this node holds its seat", failure)
+        return None if failure is None else ThreadFailed("reports that this node holds its seat", failure)
 
     def allow(self) -> None:
         """The node has a seat from now on."""
@@ -471,7 +471,7 @@ class SeatHolder:
         finally:
             failure = sys.exc_info()[1]
             if failure is not None:
-                log.exception("nobody says of this node's seat what has changed: the thread failed")
+                log.exception("the thread that reports this node's seat failed: its changes are no longer published")
                 self._end_thread(failure)
 
     def _next(self, said: JoinRequest | None) -> JoinRequest | None:
@@ -498,7 +498,7 @@ class SeatHolder:
         except ClientClosed:
             raise
         except (EtcdError, StateError, ThreadNotStarted, TimeoutError) as error:
-            log.debug("of the seat in round %d nothing was said: %s", ask.seated, error)
+            log.debug("could not publish the seat of round %d: %s", ask.seated, error)
             cancelled.wait(SAY_RETRY_PAUSE)
             return False
         if not ask.failed:

@@ -44,6 +44,11 @@ CROWD: Final = 4
 long job more nodes come and go than wait at a time."""
 LIMITS_INTERVAL: Final = 1.0
 """Seconds between two checks of a node that has other limits than the run."""
+MEMBERS_LOOKED_AT: Final = 100
+"""How many members a node with other limits checks for one that has the run's limits."""
+LEASES_OUTLIVED: Final = 2.0
+"""How many lease TTLs must pass before a member that is still there is certain to be alive: etcd may grant more than it
+was asked for, as 8 s for 5 where its election timeout is 5 s."""
 
 
 class RoundPace:
@@ -202,7 +207,7 @@ class RoundPace:
         try:
             asks, count = self._run.members(SHOWN, timeout)
         except EtcdError as error:
-            return f"cannot tell who is there: {error}"
+            return f"could not read who is there: {error}"
         before = self._participant.record
         if before is not None and before.closed:
             nodes = before.nodes if isinstance(before, Round) else ()
@@ -242,15 +247,9 @@ def _may_look(record: AnyRound | None, standing: Standing) -> bool:
     return standing in (Standing.PENDING, Standing.SPARE) and not takes_seats
 
 
-MEMBERS_LOOKED_AT: Final = 100
-"""How many members a node with other limits checks for one that has the run's limits."""
-LEASES_OUTLIVED: Final = 2.0
-"""How many lease TTLs must pass before a member that is still there is certain to be alive: etcd may grant more than it
-was asked for, as 8 s for 5 where its election timeout is 5 s."""
-
-
 class OtherLimits:
-    """What one node knows about the members with other limits. Not thread-safe.
+    """What a node whose --nnodes differ from the run's knows about the members: it ends once it is certain that a live
+    one has the run's limits. Not thread-safe.
 
     The delay is for a run that was killed and is restarted with other limits: the killed nodes seem alive until their
     leases expire.
@@ -268,7 +267,7 @@ class OtherLimits:
         try:
             asks, _ = self._run.members(MEMBERS_LOOKED_AT, timeout)
         except EtcdError as error:
-            log.debug("who shares the run's limits cannot be told: %s", error)
+            log.debug("could not read who shares the run's limits: %s", error)
             return
         other = next((one for one in asks if one.limits == now.limits and not one.leaving), None)
         if other is None:

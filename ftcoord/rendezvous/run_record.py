@@ -137,7 +137,7 @@ class RunRecord:
         try:
             found = self._etcd.range(Get(layout.events_span(self._settings.prefix)), timeout=within.left())
         except EtcdError as error:
-            log.debug("the history cannot be read: %s", error)
+            log.debug("could not read the history: %s", error)
             return {}
         past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found.kvs)
         return {(end.kind, end.node): end for end in ends_in(last_life(past), number)}
@@ -155,7 +155,7 @@ class RunRecord:
             ]
             causes = causes_known(self._etcd, prefix, vacant(now, members), timeout=within.left())
         except EtcdError as error:
-            log.debug("what the members say cannot be read: %s", error)
+            log.debug("could not read the members: %s", error)
             return {}
         gone = [VacantSeat(now.seats[now.ranks[one]], *known, word=None) for one, known in causes.items()]
         return note_ends({}, now, members, gone)
@@ -213,7 +213,7 @@ class RunRecord:
         try:
             asks, count = self.members(MOST_SILENT + 1, within.left(HISTORY_TIMEOUT))
         except EtcdError as error:
-            log.debug("who has said nothing cannot be told: %s", error)
+            log.debug("could not read which members reported nothing: %s", error)
             return
         silent = [one for one in asks if one.seated == now.number and not (one.leaving or one.failed)]
         if not silent or count > MOST_SILENT:

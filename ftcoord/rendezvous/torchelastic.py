@@ -18,6 +18,9 @@ from torch.distributed.elastic.rendezvous import api
 from ftcoord.logs import show_log_lines
 from ftcoord.rendezvous.settings import is_known
 
+log = logging.getLogger(__name__)
+NAMES: Final = ("etcd", "etcd-v2")
+
 
 class RendezvousClosedException(Exception):
     """The run is over."""
@@ -83,10 +86,6 @@ def _old_names() -> Iterator[None]:
         raise RendezvousTimeoutException(str(error)) from error
     except api.RendezvousError as error:
         raise RendezvousNonRetryableError(str(error)) from error
-
-
-log = logging.getLogger(__name__)
-NAMES: Final = ("etcd", "etcd-v2")
 
 
 def install_legacy_names() -> None:

@@ -293,18 +293,18 @@ class WorkerProcess:
         except OSError:
             return False
 
-    def failure(self, status: int | None, *, was_oom: bool = False, timer: str = "") -> WorkerFailure:
+    def failure(
+        self, status: int | None, raised: Raised | None = None, *, was_oom: bool = False, timer: str = ""
+    ) -> WorkerFailure:
         """How it ended.
 
         Args:
             status: its status, as `os.wait` returns it; None if it has not ended, or the status is unknown.
+            raised: its exception; None for what it has written so far.
             was_oom: whether the kernel killed a process of its control group for lack of memory.
             timer: the expiration timer for which it was killed.
         """
-        return self._failure(status, self.raised(), was_oom, timer)
-
-    def _failure(self, status: int | None, raised: Raised, was_oom: bool = False, timer: str = "") -> WorkerFailure:
-        number = 0 if status is None else status & 0x7F
+        raised, number = raised or self.raised(), 0 if status is None else status & 0x7F
         failure = WorkerFailure(
             self.pid,
             self.rank,
@@ -350,7 +350,7 @@ def failure_in(error: ChildFailedError) -> WorkerFailure | None:
     for rank, one in error.failures.items():
         status = max(-one.exitcode, 0) or one.exitcode << 8
         worker = WorkerProcess(one.pid, rank, one.local_rank)
-        failures.append(worker._failure(status, _raised(one.error_file_data)))
+        failures.append(worker.failure(status, _raised(one.error_file_data)))
     return first_failure(failures)
 
 

@@ -297,5 +297,5 @@ def test_a_seat_whose_thread_fails_says_so_and_the_next_one_has_another() -> Non
         assert seat.failure is None
         seat.begin(JoinRequest("node", "host", 1234, number, "host", "", 1, 1, seated=number))
         failure = eventually(lambda: seat.failure, "it says so")
-        assert "says that this node holds its seat" in str(failure)
+        assert "reports that this node holds its seat" in str(failure)
     seat.end()
