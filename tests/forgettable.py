@@ -92,7 +92,7 @@ def heartbeat_watch(endpoint: str, run: str) -> object:
 def handler(endpoint: str, run: str) -> object:
     from torch.distributed.elastic.rendezvous import RendezvousParameters  # here: the others need no torch
 
-    from ftcoord.rendezvous.create import create_handler
+    from ftcoord.rendezvous.handler import create_handler
 
     handler = create_handler(RendezvousParameters("etcd-v3", endpoint, run, 1, 1, lease_ttl=str(TTL), timers="1"))
     handler.next_rendezvous()

@@ -19,6 +19,7 @@ import pytest
 
 from ftcoord.embedded.server import LOOPBACK, ReservedPort
 from ftcoord.etcd.api import Batch, Began, Event, WatchItem
+from ftcoord.rendezvous.settings import RendezvousSettings
 
 DEADLINE = 90.0
 """Seconds; for a machine that is busy with other things. Nothing that works comes near it."""
@@ -40,6 +41,23 @@ def eventually(condition: Callable[[], T], what: str | Callable[[], str], timeou
             pytest.fail(f"not within {timeout:g} s: {what if isinstance(what, str) else what()}")
         interval.wait(0.02)
     return found
+
+
+def rdzv_settings(
+    nnodes: tuple[int, int], run_id: str = "run", local_addr: str | None = None, **conf: object
+) -> RendezvousSettings:
+    """A handler's settings, from keys of `rdzv_conf`; for tests with a client of their own."""
+    least, most = nnodes
+    return RendezvousSettings.parse(
+        backend="etcd-v3",
+        endpoint="etcd:1",
+        run_id=run_id,
+        min_nodes=least,
+        max_nodes=most,
+        local_addr=local_addr,
+        conf=conf,
+        env={},
+    )
 
 
 def freeze(pid: int) -> None:

@@ -157,7 +157,7 @@ def load_ftcoord() -> None:
 
 def load_rendezvous() -> None:
     """What needs torch."""
-    import ftcoord.rendezvous.create
+    import ftcoord.rendezvous.handler
     import ftcoord.timer.client
     import ftcoord.timer.server  # noqa: F401
 

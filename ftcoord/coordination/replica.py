@@ -15,10 +15,10 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.use import QuorumUse, asking, idle, nothing_of
 from ftcoord.core.death_records import Death
 from ftcoord.core.layout import member_of, members_span
-from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum import FAILED_COMMITS, attendance, failing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.core.quorum_records import encode as encode_replica
+from ftcoord.core.verdict import Standing
 from ftcoord.errors import (
     EtcdError,
     EtcdUnavailable,

@@ -9,9 +9,9 @@ from typing import Final
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core.death_records import KnownCause
-from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum import outlook
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, digest_of, encode
+from ftcoord.core.verdict import Next, Outlook, Standing
 from ftcoord.primitives.group.use import Use
 
 UNNUMBERED: Final = -1

@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, NoReturn
 
-from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.core.quorum_records import (
     IdleMember,
     Profile,
@@ -43,7 +42,7 @@ from ftcoord.core.quorum_records import (
     QuorumSeat,
     ReplicaRecord,
 )
-from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict, Wait
 from ftcoord.escaping import counted, named
 
 RULES: Final = ("Q1 asking", "Q2 fast", "Q3 enough", "Q4 shrink only", "Q5 id")

@@ -20,18 +20,7 @@ from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Annotated, Final, NamedTuple, TypeAlias
 
-from ftcoord.core.strict import (
-    LARGEST_COUNT,
-    V4,
-    Count,
-    Range,
-    Raw,
-    Size,
-    build,
-    build_each,
-    dump,
-    load,
-)
+from ftcoord.core.strict import LARGEST_COUNT, V4, Count, Range, Raw, Size, build, build_each, dump, load
 from ftcoord.errors import StateError
 
 _DIGEST_BYTES: Final = 8

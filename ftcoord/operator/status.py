@@ -15,7 +15,6 @@ from ftcoord.core import quorum as quorum_rules
 from ftcoord.core import rendezvous_records as records
 from ftcoord.core.layout import is_expired_key, member_of, roll_key, roll_span
 from ftcoord.core.manager_address import parted
-from ftcoord.core.outlook import Standing
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, attendance, failing
 from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, parse_replica
@@ -24,7 +23,7 @@ from ftcoord.core.rendezvous import decide, outlook
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation, limits_of
 from ftcoord.core.timers import Timer, Worker, parse_timers
-from ftcoord.core.verdict import Publish, Verdict
+from ftcoord.core.verdict import Publish, Standing, Verdict
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator import report

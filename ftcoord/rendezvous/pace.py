@@ -8,21 +8,18 @@ import random
 from collections.abc import Sequence
 from typing import Final
 
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round
-from ftcoord.core.round_situation import RETURN_FACTOR
-from ftcoord.core.seating import SAY_AGAIN, seating_time, unhurried
+from ftcoord.core.round_situation import RETURN_FACTOR, SAY_AGAIN, contradicts, seating_time, spelled, unhurried
+from ftcoord.core.verdict import Standing
 from ftcoord.errors import EtcdError
-from ftcoord.escaping import SHOWN, counted, named
+from ftcoord.escaping import SHOWN, counted, named, neutral, spanned
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import ending, log_change
 from ftcoord.primitives.group.pace import Look, signals_at
 from ftcoord.primitives.group.participant import Participant
-from ftcoord.rendezvous.limits import OtherLimits
-from ftcoord.rendezvous.logs import attendance
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -41,6 +38,11 @@ LAST_READ_TIMEOUT: Final = 1.0
 """The same when the node's own time is over, and it is still to leave."""
 LIMITS_INTERVAL: Final = 1.0
 """Seconds between two checks of a node that has other limits than the run."""
+MEMBERS_LOOKED_AT: Final = 100
+"""How many members a node with other limits checks for one that has the run's limits."""
+LEASES_OUTLIVED: Final = 2.0
+"""How many lease TTLs must pass before a member that is still there is certain to be alive: etcd may grant more than it
+was asked for, as 8 s for 5 where its election timeout is 5 s."""
 
 
 class RoundPace:
@@ -56,7 +58,7 @@ class RoundPace:
         self._participant, self._settings, self._run, self._host = participant, settings, run, host
         self._draw = random.random()
         self.gone = concurrency.event()
-        self.deadline = now + settings.join_timeout
+        self.deadline = now + settings.times.join_timeout
         self.has_waited = False
         """Whether this node has waited for others: it may then be a spare."""
         self._waits_since = math.inf
@@ -86,11 +88,11 @@ class RoundPace:
             standing = Standing.PENDING
         if standing is Standing.SEATED:
             # The decider ends this by itself when a seat is not taken; nobody's time is over while others count on it.
-            seating = seating_time(self._seats(look.record), self._settings.last_call_timeout)
+            seating = seating_time(self._seats(look.record), self._settings.rounds.last_call_timeout)
             self.deadline = max(self.deadline, now + seating + LOOK_TIMEOUT)
             self._check_at = min(self._check_at, self._say_again_at(look.record, now))
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
-            self.deadline = now + self._settings.join_timeout
+            self.deadline = now + self._settings.times.join_timeout
         stated = (look.record or NO_ROUND).limits
         if standing is Standing.PENDING and self._stated not in (None, stated):  # since somebody contradicts them
             self._line_at = min(self._line_at, now)
@@ -162,10 +164,11 @@ class RoundPace:
         return now + SAY_AGAIN * unhurried(self._seats(record), now - self._seated[1])
 
     def _why_no_round(self) -> str:
-        settings, there = self._settings, self._attendance(LAST_READ_TIMEOUT)
+        run, seconds = self._settings.run_id, self._settings.times.join_timeout
+        there = self._attendance(LAST_READ_TIMEOUT)
         return (
-            f"no round of run {settings.run_id!r} with a seat for {self._host} came about within"
-            f" {settings.join_timeout:g} s (join_timeout): {there}; start the missing nodes with the same --rdzv-id and"
+            f"no round of run {run!r} with a seat for {self._host} came about within"
+            f" {seconds:g} s (join_timeout): {there}; start the missing nodes with the same --rdzv-id and"
             " --rdzv-endpoint"
         )
 
@@ -178,7 +181,7 @@ class RoundPace:
         try:
             asks, count = self._run.members(SHOWN, timeout)
         except EtcdError as error:
-            return f"cannot tell who is there: {error}"
+            return f"could not read who is there: {error}"
         before = self._participant.record
         if before is not None and before.closed:
             nodes = before.nodes if isinstance(before, Round) else ()
@@ -201,8 +204,56 @@ class RoundPace:
         came_last = len(hosts) >= earlier and self._host not in hosts[:earlier]
         self._enough_since = min(self._enough_since, self._waits_since if came_last else now)
         # Those of the last round have longer to come back.
-        last_call = settings.last_call_timeout * (RETURN_FACTOR if before is not None and before.size else 1.0)
+        last_call = settings.rounds.last_call_timeout * (RETURN_FACTOR if before is not None and before.size else 1.0)
         left = math.ceil(self._enough_since + last_call - now)
         when = f"it starts within {left} s (last_call_timeout)" if left > 0 else "it is due"
         more = limits[1] - count
         return f"{when}, or at once with {more} more" if more > 0 else when
+
+
+class OtherLimits:
+    """What a node whose --nnodes differ from the run's knows about the members: it ends once it is certain that a live
+    one has the run's limits. Not thread-safe.
+
+    The delay is for a run that was killed and is restarted with other limits: the killed nodes seem alive until their
+    leases expire.
+    """
+
+    def __init__(self, settings: RendezvousSettings, run: RunRecord) -> None:
+        self._settings, self._run = settings, run
+        self._since: float | None = None
+        self.refusal = ""
+        """Why this node is refused; empty while it may not be."""
+
+    def judge(self, now: AnyRound, ask: JoinRequest, timeout: float) -> None:
+        """Raises RendezvousStateError when others have had the limits of the run `now` for longer than a lease
+        lasts."""
+        try:
+            asks, _ = self._run.members(MEMBERS_LOOKED_AT, timeout)
+        except EtcdError as error:
+            log.debug("could not read who shares the run's limits: %s", error)
+            return
+        other = next((one for one in asks if one.limits == now.limits), None)
+        if other is None:
+            self._since, self.refusal = None, ""
+            return
+        moment = concurrency.now()
+        self.refusal = (
+            f"run {self._settings.run_id!r} has --nnodes={spelled(now.limits)}, as {neutral(other.host)} wants, and"
+            f" this node has --nnodes={spelled(ask.limits)}: give all nodes the same, or this one another --rdzv-id"
+        )
+        if self._since is None:
+            self._since = moment
+            log.warning("%s; waiting until it is certain that the other one lives", self.refusal)
+        if moment > self._since + self._settings.times.lease_ttl * LEASES_OUTLIVED:
+            raise RendezvousStateError(self.refusal)
+
+
+def attendance(asks: Sequence[JoinRequest], count: int, limits: tuple[int, int]) -> str:
+    """How many nodes are there for a round with these limits, and which; and who is refused for other ones. `asks` are
+    the first of the `count` requests with these limits, and others."""
+    hosts = [ask.host for ask in asks if ask.limits == limits]
+    who = f" ({named(hosts, count)})" if hosts else ""
+    there = f"{count} of {spanned(limits, 'node')} {'is' if count == 1 else 'are'} there{who}"
+    refused = [f"{ask.host} {contradicts(ask.limits, limits)}" for ask in asks if ask.limits != limits]
+    return "; ".join([there, *refused])

@@ -1,14 +1,17 @@
-"""Connects the pure decisions of `core.rendezvous` to the group: keys and bytes on one side, records on the other."""
+"""Rounds as a use of the group: the pure decisions of `core.rendezvous` on one side, keys and bytes on the other."""
 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf
 from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.core import layout, rendezvous
+from ftcoord.core import rendezvous_records as records
 from ftcoord.core.death_records import KnownCause
 from ftcoord.core.history import (
     MOST_ENDS,
@@ -23,35 +26,20 @@ from ftcoord.core.history import (
     signed,
     told_leaving,
 )
-from ftcoord.core.layout import (
-    Span,
-    member_key,
-    member_of,
-    round_key,
-    round_store_prefix,
-    rounds_span,
-)
+from ftcoord.core.layout import Span
 from ftcoord.core.rendezvous import decide
-from ftcoord.core.rendezvous_records import (
-    ROLLS,
-    AnyRound,
-    JoinRequest,
-    RollSizes,
-    Round,
-    RoundHead,
-    parse_decided,
-    parse_join_request,
-)
-from ftcoord.core.round_poll import held_seats, vacant
-from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation
-from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.core.rendezvous_records import AnyRound, HeardRound, JoinRequest, RollChunk, RollSizes, Round, RoundHead
+from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation, held_seats, vacant
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
+from ftcoord.core.verdict import Outlook, Publish, Verdict, Wait
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.etcd.api import Etcd, Get, KeyValue
+from ftcoord.etcd.reading import read_snapshot
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View
-from ftcoord.rendezvous.fences import highest_round
-from ftcoord.rendezvous.rolls import RollReplaced, Rolls, read_round
+from ftcoord.primitives.group.use import Use
+from ftcoord.rendezvous.run_record import highest_round
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +47,78 @@ LEASE_GRACE: Final = 5.0
 """Seconds that a lease may live on after its TTL: etcd checks twice a second, and a new leader later."""
 TELL_AFTER: Final = 5.0
 """Seconds without a change after which ends are written that no decision carries; MOMENT once the run is over."""
+
+
+class RoundUse(Use[AnyRound, JoinRequest]):
+    """The rounds of one run.
+
+    Args:
+        prefix: the run's prefix.
+        options: its user's settings.
+        etcd: for a decider that takes over: it reads the last round's roll.
+        rolls: when a roll is stored beside its head.
+        mine: returns the last round that this node has started. Called on any thread.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        options: RoundOptions,
+        etcd: Etcd,
+        rolls: RollSizes = records.ROLLS,
+        mine: Callable[[], AnyRound | None] = lambda: None,
+    ) -> None:
+        self._prefix, self._options, self._etcd, self._rolls = prefix, options, etcd, rolls  # these never change
+        self._mine = mine
+        self._read: tuple[str, RollChunk, int] | None = None  # replaced as a whole, by any thread
+        """The roll of which a chunk was last read, the chunk, and its number: all records of a round have the same
+        roll."""
+        self._highest = 0  # any thread
+        """The highest number of a record."""
+
+    @property
+    def prefix(self) -> str:
+        return self._prefix
+
+    def policy(self) -> RendezvousPolicy:
+        return RendezvousPolicy(self._prefix, self._options, self._etcd, self._rolls, mine=self._mine)
+
+    def parse(self, key: str, value: bytes) -> AnyRound:
+        record = records.parse_decided(key, value)
+        if self._highest:
+            check_step(key, record.number, self._highest, LARGEST_DECIDED_STEP)
+        self._highest = max(self._highest, record.number)
+        if not isinstance(record, RoundHead):
+            return record
+        read = self._read
+        if read is None or read[0] != record.roll:
+            return HeardRound.of(record)
+        return HeardRound.of(record, read[1], read[2])
+
+    def part_of(self, record: AnyRound, me: str) -> str | None:
+        if not isinstance(record, RoundHead):
+            return None
+        return layout.roll_key(self._prefix, record.roll, record.chunk_of(me))
+
+    def with_part(self, record: AnyRound, me: str, part: KeyValue | None) -> AnyRound:
+        assert isinstance(record, RoundHead)
+        if part is None:
+            return HeardRound.of(record, gone=True)
+        chunk, at = records.parse_chunk(part.key, part.value), record.chunk_of(me)
+        self._read = record.roll, chunk, at
+        return HeardRound.of(record, chunk, at)
+
+    def stamp(self, ask: JoinRequest) -> JoinRequest:
+        return replace(ask, nonce=uuid.uuid4().hex)
+
+    def encode(self, ask: JoinRequest) -> bytes:
+        return records.encode(ask)
+
+    def rank(self, record: AnyRound, me: Sequence[str]) -> int | None:
+        return next((rank for one in reversed(me) if (rank := record.rank_of(one)) is not None), None)
+
+    def outlook(self, record: AnyRound | None, me: Sequence[str], ask: JoinRequest) -> Outlook[JoinRequest]:
+        return rendezvous.outlook(record, me[-1], ask)
 
 
 def _is_explained(round_: Round) -> bool:
@@ -70,7 +130,7 @@ class _LastRecord:
     """The decided record as a decider reads it, and what it remembers of earlier ones."""
 
     def __init__(self) -> None:
-        self._parsed = ParsedKey(parse_decided)
+        self._parsed = ParsedKey(records.parse_decided)
         self.highest = 0
         """The highest round seen: an etcd that lost its last writes may show an older record."""
         self._state: tuple[object, ...] = ()
@@ -135,14 +195,14 @@ class RendezvousPolicy:
         prefix: str,
         options: RoundOptions,
         etcd: Etcd,
-        rolls: RollSizes = ROLLS,
+        rolls: RollSizes = records.ROLLS,
         wall_clock: Callable[[], float] = concurrency.wall,
         mine: Callable[[], AnyRound | None] = lambda: None,
     ) -> None:
         self._prefix, self._options, self._etcd = prefix, options, etcd
         self._rolls = Rolls(prefix, etcd, rolls)
         self._wall_clock, self._mine = wall_clock, mine
-        self._members = ParsedKeys(parse_join_request)
+        self._members = ParsedKeys(records.parse_join_request)
         self._candidates: dict[str, RoundCandidate] = {}
         """By key, as they were at the last decision."""
         self._last = _LastRecord()
@@ -203,29 +263,29 @@ class RendezvousPolicy:
         for kv, ask in self._members.of(view.members, self._last.highest):
             seen, one = view.seen[kv.key], before.get(kv.key)
             if one is None or one.ask is not ask or one.seen != seen:
-                one = RoundCandidate(member_of(kv.key), ask, seen, kv.mod_revision)
+                one = RoundCandidate(layout.member_of(kv.key), ask, seen, kv.mod_revision)
             self._candidates[kv.key] = one
         members = list(self._candidates.values())
         deaths, gone_since = self._gone_of(previous, members, view, now)
         return RoundSituation(
-            members,
-            view.changed_at,
-            previous,
-            since[0],
-            view.vanished,
-            self._last.highest,
-            view.read_at,
-            deaths,
-            gone_since,
-            self._ends_of(previous, members, since[0]),
-            since[1],
-            self._unreadable(),
-            self._mine(),
+            members=members,
+            changed_at=view.changed_at,
+            previous=previous,
+            previous_at=since[0],
+            vanished=view.vanished,
+            highest=self._last.highest,
+            read_at=view.read_at,
+            deaths=deaths,
+            gone_since=gone_since,
+            ends=self._ends_of(previous, members, since[0]),
+            decided_revision=since[1],
+            unreadable=self._unreadable(),
+            mine=self._mine(),
         )
 
     def _unreadable(self) -> frozenset[str]:
         """The live members whose records cannot be read, as far as this has seen."""
-        return frozenset(map(member_of, self._members.unreadable))
+        return frozenset(map(layout.member_of, self._members.unreadable))
 
     def _gone_of(
         self, previous: Round | None, members: Sequence[RoundCandidate], view: View, now: float
@@ -243,7 +303,7 @@ class RendezvousPolicy:
             causes = causes_known(self._etcd, self._prefix, new)
             for member in new:
                 cause, noted, left = causes.get(member, KnownCause("", view.revision))
-                last = view.departed.get(member_key(self._prefix, member))
+                last = view.departed.get(layout.member_key(self._prefix, member))
                 seat, word = previous.seats[previous.ranks[member]], self._last_word(last)
                 said_at = last.mod_revision if last is not None else 0
                 why = told_leaving(seat.host, cause) if left else cause
@@ -283,7 +343,7 @@ class RendezvousPolicy:
     @staticmethod
     def _last_word(departed: KeyValue | None) -> JoinRequest | None:
         try:
-            return parse_join_request(departed.key, departed.value) if departed is not None else None
+            return records.parse_join_request(departed.key, departed.value) if departed is not None else None
         except StateError:
             return None
 
@@ -305,22 +365,107 @@ class RendezvousPolicy:
         """
         number, last = decision.record.number, previous.number if previous else 0
         missing_at = self._last.missing_at
-        no_newer = [(rounds_span(self._prefix), missing_at)] if missing_at else []
+        no_newer = [(layout.rounds_span(self._prefix), missing_at)] if missing_at else []
         if number == last:
             value, beside = self._rolls.said_again(decision.record, head, me, again)
             return Publish(value, decision.reason, decision.rule, no_newer=no_newer, beside=beside)
         value, beside = self._rolls.new(decision.record, me)
         over = sorted({last, number - 1} - {0})
-        fences = [Span(round_key(self._prefix, before)) for before in over]
-        stores = [Span(round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
+        fences = [Span(layout.round_key(self._prefix, before)) for before in over]
+        stores = [Span(layout.round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
         if decision.record.size:
-            no_newer = [*no_newer, (Span(round_key(self._prefix, number)), 0)]
+            no_newer = [*no_newer, (Span(layout.round_key(self._prefix, number)), 0)]
         return Publish(
             value,
             decision.reason,
             decision.rule,
-            puts=((round_key(self._prefix, number), self._rolls.name(decision.record, me).encode()),),
+            puts=((layout.round_key(self._prefix, number), self._rolls.name(decision.record, me).encode()),),
             deletes=[*fences, *stores, *self._rolls.old(decision.record, me)],
             no_newer=no_newer,
             beside=beside,
         )
+
+
+class RollReplaced(Exception):
+    """The roll of a record was deleted, because there is another record by now."""
+
+
+def read_round(prefix: str, decision: Publish[bytes]) -> None:
+    """Parse what a decision writes, as a member does. Raises StateError."""
+    record = records.parse_decided(layout.decided_key(prefix), decision.record)
+    if isinstance(record, RoundHead) and decision.beside:
+        chunks = [records.parse_chunk(*chunk) for chunk in decision.beside]
+        records.round_of(layout.roll_span(prefix, record.roll).start, record, chunks)
+
+
+class Rolls:
+    """Reads and writes the rolls of one run, for its decider.
+
+    Args:
+        prefix: the run's prefix.
+        etcd: for reading the roll of a round that another member decided.
+        sizes: when a roll is stored beside its head.
+    """
+
+    def __init__(self, prefix: str, etcd: Etcd, sizes: RollSizes) -> None:
+        self._prefix, self._etcd, self._sizes = prefix, etcd, sizes
+        self._known: dict[str, Round] = {}
+        """Full records by roll id: that of the last round, and of the round that this decider wants next."""
+
+    def of(self, head: RoundHead, view: View) -> Round | None:
+        """The last round, with its roll. If the record vanished with its roll, and this decider never read it, the
+        round has no seats; None if it is ready, since a round that runs goes on (R9)."""
+        known = self._known.get(head.roll) or self._read_roll(head, view)
+        if known is None:
+            return None if head.ready and not head.closed else records.with_roll(head, (), ())
+        self._known = {head.roll: known}
+        return records.with_roll(head, known.seats, known.away)
+
+    def _read_roll(self, head: RoundHead, view: View) -> Round | None:
+        """Raises RollReplaced, StateError, EtcdError."""
+        assert view.decided is not None
+        span = layout.roll_span(self._prefix, head.roll)
+        kvs = {kv.key: kv for kv in read_snapshot(self._etcd.range, lambda then: then.pages(span))}
+        keys = [layout.roll_key(self._prefix, head.roll, chunk) for chunk in range(head.chunks)]
+        if all(key in kvs for key in keys):
+            return records.round_of(span.start, head, (records.parse_chunk(key, kvs[key].value) for key in keys))
+        if view.vanished:
+            return None
+        now = self._etcd.range(Get(Span(view.decided.key), keys_only=True)).one
+        if now is None or now.mod_revision != view.decided.mod_revision:
+            raise RollReplaced
+        raise StateError(span.start, f"is not whole, though {now.key} names it: delete that, so that all decide anew")
+
+    def name(self, record: Round, me: str) -> str:
+        """The name of the roll of a new round, as its participants know it."""
+        if self._sizes.is_inline(record):
+            return record.roll
+        return records.roll_id(record, self._sizes.chunks_for(record), me)
+
+    def new(self, record: Round, me: str) -> tuple[bytes, list[tuple[str, bytes]]]:
+        """The record of a new round, and its roll if that is stored beside it."""
+        if self._sizes.is_inline(record):
+            return records.encode(replace(record, by=me)), []
+        chunks, roll = self._sizes.chunks_for(record), self.name(record, me)
+        self._known[roll] = record
+        return records.encode(records.head_of(record, roll, chunks, me)), self._chunks(record, roll, chunks)
+
+    def said_again(
+        self, record: Round, head: RoundHead | None, me: str, with_roll: bool
+    ) -> tuple[bytes, list[tuple[str, bytes]]]:
+        """A later record of a round, in the form in which the round was decided, because its participants know it in
+        that form."""
+        if head is None:
+            return records.encode(replace(record, by=me)), []
+        value = records.encode(records.head_of(record, head.roll, head.chunks, me))
+        return value, self._chunks(record, head.roll, head.chunks) if with_roll else []
+
+    def _chunks(self, record: Round, roll: str, chunks: int) -> list[tuple[str, bytes]]:
+        parts = enumerate(records.chunks_of(record, chunks))
+        return [(layout.roll_key(self._prefix, roll, at), records.encode(chunk)) for at, chunk in parts]
+
+    def old(self, record: Round, me: str) -> list[Span]:
+        """All rolls but that of this new round."""
+        if self._sizes.is_inline(record):
+            return [layout.rolls_span(self._prefix)]
+        return list(layout.other_rolls(self._prefix, self.name(record, me)))

@@ -10,7 +10,7 @@ from typing import Final
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from ftcoord import concurrency
-from ftcoord.core import rendezvous_records
+from ftcoord.core import layout, rendezvous_records
 from ftcoord.core.history import (
     UNKNOWN_PEER,
     Ends,
@@ -23,17 +23,8 @@ from ftcoord.core.history import (
     signed,
     told_ends,
 )
-from ftcoord.core.layout import (
-    decided_key,
-    events_span,
-    member_key,
-    member_of,
-    members_span,
-    roll_key,
-)
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, WorkerFailure, parse_chunk, parse_decided
-from ftcoord.core.round_poll import vacant
-from ftcoord.core.round_situation import RoundCandidate
+from ftcoord.core.round_situation import RoundCandidate, vacant
 from ftcoord.core.strict import LARGEST
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.escaping import named, neutral
@@ -41,7 +32,6 @@ from ftcoord.etcd.api import Etcd, Get, KeyValue, RangeResult, Span, exists
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.events import event_puts
-from ftcoord.rendezvous.fences import highest_round
 from ftcoord.rendezvous.record_change import RecordChange, change_record, ending
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -79,7 +69,7 @@ class RunRecord:
 
     def __init__(self, etcd: Etcd, settings: RendezvousSettings) -> None:
         self._etcd, self._settings = etcd, settings
-        self._key = decided_key(settings.prefix)
+        self._key = layout.decided_key(settings.prefix)
 
     def read(self, timeout: float | None = None) -> AnyRound | None:
         """The last decided round; None if there is none. `timeout` in seconds, the client's if None."""
@@ -107,9 +97,9 @@ class RunRecord:
             by: its host.
         """
         settings = self._settings
-        within = TimeLimit.of(settings.close_timeout)
+        within = TimeLimit.of(settings.times.close_timeout)
         # What is read only for a text leaves half of the time to the write that ends the run.
-        for_text = TimeLimit(HISTORY_TIMEOUT, concurrency.now() + settings.close_timeout / 2)
+        for_text = TimeLimit(HISTORY_TIMEOUT, concurrency.now() + settings.times.close_timeout / 2)
 
         def end(now: AnyRound) -> RecordChange | None:
             speaks = speaker is None or bool(now.closed) or self._speaks(now, speaker, within)
@@ -134,7 +124,7 @@ class RunRecord:
         """End the run. False if another round was decided meanwhile."""
         settings = self._settings
         try:
-            change_record(self._etcd, settings.prefix, settings.run_ttl, end, by=by, within=within)
+            change_record(self._etcd, settings.prefix, settings.times.run_ttl, end, by=by, within=within)
         except _RoundReplaced:
             return False
         return True
@@ -149,9 +139,9 @@ class RunRecord:
     def _written_ends(self, number: int, within: TimeLimit) -> Ends:
         """How parts in this round ended, by the history; empty if it cannot be read."""
         try:
-            found = self._etcd.range(Get(events_span(self._settings.prefix)), timeout=within.left()).kvs
+            found = self._etcd.range(Get(layout.events_span(self._settings.prefix)), timeout=within.left()).kvs
         except EtcdError as error:
-            log.debug("the history cannot be read: %s", error)
+            log.debug("could not read the history: %s", error)
             return {}
         past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found)
         return {(end.kind, end.node): end for end in ends_in(past, number)}
@@ -163,11 +153,13 @@ class RunRecord:
             return {}
         prefix = self._settings.prefix
         try:
-            found = self._etcd.range(Get(members_span(prefix), limit=MOST_HEARD), timeout=within.left())
-            members = [RoundCandidate(member_of(kv.key), ask, 0.0, kv.mod_revision) for kv, ask in _asks_in(found)]
+            found = self._etcd.range(Get(layout.members_span(prefix), limit=MOST_HEARD), timeout=within.left())
+            members = [
+                RoundCandidate(layout.member_of(kv.key), ask, 0.0, kv.mod_revision) for kv, ask in _asks_in(found)
+            ]
             causes = causes_known(self._etcd, prefix, vacant(now, members), timeout=within.left())
         except EtcdError as error:
-            log.debug("what the members say cannot be read: %s", error)
+            log.debug("could not read the members: %s", error)
             return {}
         gone = [
             VacantSeat(now.seats[now.ranks[one]], known.cause, known.revision)
@@ -186,7 +178,7 @@ class RunRecord:
         if isinstance(now, Round):
             return speaker.node in now.nodes
         for at in {now.chunk_of(member) for member in speaker.members}:
-            key = roll_key(self._settings.prefix, now.roll, at)
+            key = layout.roll_key(self._settings.prefix, now.roll, at)
             found = self._etcd.range(Get(Span(key)), timeout=within.left()).one
             if found is not None:
                 if speaker.node in parse_chunk(key, found.value).nodes:
@@ -203,7 +195,7 @@ class RunRecord:
         They are the members with the lowest ids, which are usually the oldest. To find the oldest, etcd would read all
         members, and each node of a large, slowly forming run asks for this. Raises EtcdError.
         """
-        span = members_span(self._settings.prefix)
+        span = layout.members_span(self._settings.prefix)
         found = self._etcd.range(Get(span, limit=limit), timeout=timeout)
         return [ask for _, ask in _asks_in(found)], found.count
 
@@ -220,7 +212,7 @@ class RunRecord:
             return
         try:
             found = self._etcd.range(
-                Get(members_span(prefix), limit=MOST_SILENT + 1), timeout=within.left(HISTORY_TIMEOUT)
+                Get(layout.members_span(prefix), limit=MOST_SILENT + 1), timeout=within.left(HISTORY_TIMEOUT)
             )
             asks = [ask for _, ask in _asks_in(found)]
             silent = [one for one in asks if one.seated == now.number and not one.failed and one.host != host]
@@ -231,7 +223,7 @@ class RunRecord:
                 events.append(HistoryEvent("silent", now.number, *who, reason))
             events = signed(events, member, int(concurrency.wall() * 1000))
             puts = event_puts(prefix, events, lease, revision=found.revision, writer=member)
-            self._etcd.txn([exists(member_key(prefix, member))], puts, timeout=within.left(HISTORY_TIMEOUT))
+            self._etcd.txn([exists(layout.member_key(prefix, member))], puts, timeout=within.left(HISTORY_TIMEOUT))
         except EtcdError as error:
             log.debug("the history of a run that is over is incomplete: %s", error)
 
@@ -256,3 +248,10 @@ def _log_why_not(run_id: str, now: AnyRound, outcome: str) -> None:
         log.info("run %r is left to the others: they went on without this node", run_id)
     elif now.outcome != outcome:
         log.warning("this node has %s, but run %r is already over: %s", outcome, run_id, neutral(now.closed))
+
+
+def highest_round(etcd: Etcd, prefix: str, timeout: float | None = None) -> tuple[int, int]:
+    """The highest round that has left its fence in etcd, even if the record was deleted; 0 for none. And at which
+    revision. Raises EtcdError."""
+    found = etcd.range(Get(layout.rounds_span(prefix), keys_only=True), timeout=timeout)
+    return max((layout.number_of(kv.key) for kv in found.kvs), default=0), found.revision

@@ -23,9 +23,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ftcoord.core import rendezvous_records
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous_records import Round
-from ftcoord.core.seating import FRESH
+from ftcoord.core.round_situation import FRESH
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group.pace import Look
@@ -46,7 +45,7 @@ def decided(client: EtcdClient, node: Node) -> Round | None:
 @pytest.fixture
 def late_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes made from now on have clients whose news can be held back."""
-    monkeypatch.setattr("ftcoord.rendezvous.create.SharedClient", Late)
+    monkeypatch.setattr("ftcoord.rendezvous.handler.SharedClient", Late)
 
 
 def news_of(node: Node) -> Late:

@@ -39,7 +39,7 @@ def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
     """It had one and did not take it, so the round came to nothing and another formed without it, before it heard."""
     run = make_nodes(1, 3, last_call_timeout=2)
     first = run.one()
-    monkeypatch.setattr("ftcoord.rendezvous.create.SharedClient", Late)
+    monkeypatch.setattr("ftcoord.rendezvous.handler.SharedClient", Late)
     late = run.one()
     news = late.handler._etcd
     assert isinstance(news, Late)
@@ -57,16 +57,6 @@ def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_dead_node_is_noticed_when_its_lease_ends(make_nodes: MakeNodes) -> None:
-    run = make_nodes(2, 3)
-    nodes = run.add(3)
-    join_all(nodes)
-    nodes[1].crash()
-    survivors = [nodes[0], nodes[2]]
-    all_signalled(survivors)
-    assert {seat.world for seat in join_all(survivors)} == {2}
 
 
 def test_member_loss_can_be_left_to_the_workers(make_nodes: MakeNodes, client: EtcdClient) -> None:
@@ -238,23 +228,6 @@ def test_run_ids(make_nodes: MakeNodes, client: EtcdClient, run_id: str) -> None
     assert nodes[0].finish()
     eventually(nodes[1].handler.is_closed, what="the run is closed")
     assert {key.split("/")[1] for key in keys_under(client, "/ids")} == {"ids"}
-
-
-def test_two_runs_side_by_side(make_nodes: MakeNodes) -> None:
-    """One's id is the start of the other's."""
-    runs = [make_nodes(2, 2, run_id=run_id).add(2) for run_id in ("job", "job/1", "job1")]
-    for nodes in runs:
-        assert {seat.world for seat in join_all(nodes)} == {2}
-        for node in nodes:
-            assert node.info is not None
-            node.info.store.set("key", node.handler.get_run_id())
-    runs[0][0].finish()
-    eventually(runs[0][1].handler.is_closed, what="the run is closed")
-    for nodes in runs[1:]:
-        assert not any(node.handler.is_closed() or node.signalled() for node in nodes)
-        assert nodes[0].info is not None
-        assert nodes[0].info.store.get("key") == nodes[0].handler.get_run_id().encode()
-        assert {seat.round for seat in join_all(nodes)} == {2}
 
 
 def test_a_long_run_keeps_its_state_and_leaves_nothing(make_nodes: MakeNodes, client: EtcdClient) -> None:

@@ -18,7 +18,7 @@ from ftcoord.embedded.server import EtcdServer, ReservedPort
 from ftcoord.errors import ConfigError, EtcdUnavailable, WrongEndpoint
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.addresses import own_addresses
-from ftcoord.rendezvous.create import connect
+from ftcoord.rendezvous.handler import connect
 
 __all__ = ["authority", "node", "secure"]  # fixtures
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
-from helpers import DEADLINE, Seen, eventually
+from helpers import DEADLINE, Seen, eventually, rdzv_settings
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ftcoord.core.lease import SessionState
@@ -24,7 +24,6 @@ from ftcoord.primitives.leased_key import LeasedKey
 from ftcoord.primitives.renewal import KeptLease, Renewer
 from ftcoord.rendezvous import policy
 from ftcoord.rendezvous.node import Node
-from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
 from ftcoord.timer.client import EtcdTimerClient
 from ftcoord.timer.server import EtcdTimerServer
@@ -157,7 +156,7 @@ def test_a_node_whose_thread_fails_raises(
     client: EtcdClient, prefix: str, failing_once: Callable[[ModuleType], None]
 ) -> None:
     failing_once(policy)
-    settings = RendezvousSettings("etcd-v3", "run", 1, 1, None, None, key_prefix=prefix, last_call_timeout=0.1)
+    settings = rdzv_settings((1, 1), key_prefix=prefix, last_call_timeout=0.1)
     node = Node(client, settings, "127.0.0.1", "host")
     node.begin()
     with pytest.raises(RendezvousError, match="made by the test"):

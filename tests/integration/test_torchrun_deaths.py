@@ -26,7 +26,7 @@ ORDERLY = """
 import subprocess, sys
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from ftcoord.primitives.sentinel import Sentinel
-from ftcoord.rendezvous.create import create_handler
+from ftcoord.rendezvous.handler import create_handler
 
 endpoint, run = sys.argv[1:]
 handler = create_handler(RendezvousParameters("etcd-v3", endpoint, run, 1, 1))

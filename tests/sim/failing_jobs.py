@@ -39,9 +39,7 @@ from ftcoord.operator.orders import evict_members, find_members
 from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.rendezvous.signals import reason_of
-from ftcoord.rendezvous.worker_failures import WorkerProcess
-from ftcoord.rendezvous.workers import WorkerWatch, _agents_own
+from ftcoord.rendezvous.workers import WorkerProcess, WorkerWatch, _agents_own, reason_of
 from ftcoord.timer import server as timers
 
 LEASE_TTL: Final = 5

@@ -14,6 +14,7 @@ from typing import Final
 
 import pytest
 from failing_jobs import AT_ONCE, KINDS, LAST_CALL, LATE, LEASE_TTL, Case, Injector, Job, Node, Root, kernel_of
+from helpers import rdzv_settings
 from simulator.oracles import RUN
 from simulator.plan import Network, Plan
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -36,7 +37,6 @@ from ftcoord.operator.history import explain
 from ftcoord.operator.reading import read_events, read_job
 from ftcoord.operator.report import Explanation
 from ftcoord.operator.status import Rules, tell_job
-from ftcoord.rendezvous.settings import RendezvousSettings
 
 CASES: Final = 200
 HOURS: Final = 6 * 3600.0
@@ -125,13 +125,9 @@ def live_through(job: Job, case: Case, folder: Path, lines: Lines) -> Story:
     draw = random.Random(f"failing job {case.seed}")
     for at in range(case.size):
         name = f"host{at}"
-        settings = RendezvousSettings(
-            "etcd-v3",
-            "run",
-            1,
-            case.size,
-            name,
-            None,
+        settings = rdzv_settings(
+            (1, case.size),
+            local_addr=name,
             last_call_timeout=LAST_CALL,
             lease_ttl=LEASE_TTL,
             close_timeout=5.0,

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
+from helpers import rdzv_settings
 from test_participants_in_memory import LEASE_TTL, Machine, end
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from virtual import DELIVERED, Call, Fate, MemoryClient, flaky
@@ -34,7 +35,6 @@ from ftcoord.core.round_situation import RETURN_FACTOR
 from ftcoord.etcd.api import Delete, Get, Put
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.run_record import RunRecord
-from ftcoord.rendezvous.settings import RendezvousSettings
 
 IN_TWOS: Final = RollSizes(inline=0, chunk=2)
 """Each roll lies beside its head, two seats to a chunk."""
@@ -72,13 +72,8 @@ class Agent(Machine):
         self.worker_fails = concurrency.event()
         self.looks_every = 0.1
         self._rolls = rolls or (IN_TWOS if world.seed % 2 else ROLLS)
-        self.settings = RendezvousSettings(
-            "etcd-v3",
-            "run",
-            *nnodes,
-            None,
-            None,
-            **{"last_call_timeout": 2.0, "lease_ttl": LEASE_TTL, "close_timeout": 1.0, **settings},
+        self.settings = rdzv_settings(
+            nnodes, **{"last_call_timeout": 2.0, "lease_ttl": LEASE_TTL, "close_timeout": 1.0, **settings}
         )
         self._port = 10_000
         self.begin(self._work)
@@ -217,7 +212,7 @@ def end_at_once(world: World, others: list[Agent], before: list[Started], *why: 
     began = concurrency.now()
     world.until(lambda: all(agent.rounds[-1].number > before[0].number for agent in others), "another round")
     settings = others[0].settings
-    assert concurrency.now() - began < settings.last_call_timeout * RETURN_FACTOR + 1, (
+    assert concurrency.now() - began < settings.rounds.last_call_timeout * RETURN_FACTOR + 1, (
         "nobody waited for a lease's time"
     )
     told = parse_decided(DECIDED, world.keys(DECIDED)[DECIDED]).before

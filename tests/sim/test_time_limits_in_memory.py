@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from helpers import rdzv_settings
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from virtual import DELIVERED, Call, Fate, MemoryClient
 from worlds import World, play, simulated
@@ -22,7 +23,6 @@ from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.pace import LAST_READ_TIMEOUT
 from ftcoord.rendezvous.record_change import RecordChange, change_record
-from ftcoord.rendezvous.settings import RendezvousSettings
 
 TIMEOUT = 0.5
 """Seconds that callers allow: a fraction of what one request may take."""
@@ -71,14 +71,14 @@ def test_a_node_that_gets_no_round_in_time_leaves_soon_after(answered: int) -> N
     """It still looks who is there, takes back what it asked, and gives up its lease."""
 
     def scenario(world: World) -> None:
-        settings = RendezvousSettings("etcd-v3", "run", 2, 2, None, None, join_timeout=4.0)
+        settings = rdzv_settings((2, 2), join_timeout=4.0)
         node = Node(hanging_after(world, answered), settings, "host", "host")
         began = concurrency.now()
         with pytest.raises(RendezvousError):
             node.ask(1)
         seconds = concurrency.now() - began
         leaving = WRITE_ATTEMPT_TIMEOUT + TAKE_BACK_TIMEOUT
-        assert seconds < settings.join_timeout + LAST_READ_TIMEOUT + leaving + LAST_REQUESTS
+        assert seconds < settings.times.join_timeout + LAST_READ_TIMEOUT + leaving + LAST_REQUESTS
 
     play(scenario, answered)
 

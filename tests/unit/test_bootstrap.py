@@ -16,7 +16,7 @@ from ftcoord.errors import ConfigError
 from ftcoord.etcd.rpc import addresses
 from ftcoord.rendezvous import bootstrap
 from ftcoord.rendezvous.bootstrap import address_trouble, check_local_addr, own_address
-from ftcoord.rendezvous.create import check_for_torch
+from ftcoord.rendezvous.handler import check_for_torch
 
 
 @pytest.fixture

@@ -9,12 +9,10 @@ import builders
 import pytest
 from invariants import InvariantBroken, check_round
 
-from ftcoord.core.forming import DRAINED_KEPT
-from ftcoord.core.outlook import Next, Standing
-from ftcoord.core.rendezvous import call_back, decide, drain, outlook, why_not_drained
+from ftcoord.core.rendezvous import DRAINED_KEPT, call_back, decide, drain, outlook, why_not_drained
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead, Seat, head_of
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
-from ftcoord.core.verdict import Publish, Wait
+from ftcoord.core.verdict import Next, Publish, Standing, Wait
 
 WHY = "hostB was drained by ann"
 OPTIONS = RoundOptions(last_call_timeout=30.0, settle_timeout=1.0)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from invariants import check_round
 
 from ftcoord.core.history import note_ends
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous import RULES, SEATS, call_back, close, decide, may_reopen, outlook
 from ftcoord.core.rendezvous_records import (
     CLOSED,
@@ -29,10 +28,20 @@ from ftcoord.core.rendezvous_records import (
     Seat,
     WorkerFailure,
 )
-from ftcoord.core.round_poll import vacant
-from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation, limits_of
-from ftcoord.core.seating import FRESH, SAY_AGAIN, SEATING, seating_time, unhurried
-from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.core.round_situation import (
+    FRESH,
+    MOMENT,
+    SAY_AGAIN,
+    SEATING,
+    RoundCandidate,
+    RoundOptions,
+    RoundSituation,
+    limits_of,
+    seating_time,
+    unhurried,
+    vacant,
+)
+from ftcoord.core.verdict import Publish, Standing, Verdict, Wait
 
 LAST_CALL, SETTLE, RETURN = 30.0, 1.0, 45.0
 AGO = -1000.0

@@ -26,14 +26,11 @@ FLOORS = (
     "endpoints files fork proc pool",
     "config job_url metrics.process",
     "metrics.exporter logs",
-    "core.strict core.layout core.outlook core.lease core.vote core.store_values",
+    "core.strict core.layout core.lease core.vote core.store_values",
     "core.manager_address core.office",
-    "core.seating",
     "core.rendezvous_records core.quorum_records core.death_records",
     "core.history core.quorum_head",
     "core.verdict core.round_situation",
-    "core.round_poll",
-    "core.forming",
     "core.rendezvous core.quorum core.recovery core.timers core.heartbeats",
     "etcd.api etcd.release",
     "etcd.retry etcd.reading",
@@ -62,7 +59,7 @@ FLOORS = (
     "primitives.group.group",
     "primitives.group.membership",
     "primitives.group.participant",
-    "store.errors store.tries store.values store.waiting",
+    "store.errors",
     "store.store",
     "store",
     "timer.ledger",
@@ -72,19 +69,12 @@ FLOORS = (
     "timer.client",
     "timer",
     "heartbeat",
-    (
-        "rendezvous.bootstrap rendezvous.fences rendezvous.logs rendezvous.record_change "
-        "rendezvous.rolls rendezvous.seat rendezvous.settings rendezvous.signals "
-        "rendezvous.torchelastic rendezvous.worker_failures"
-    ),
-    "rendezvous.policy",
-    "rendezvous.run_record rendezvous.url rendezvous.use rendezvous.workers",
-    "rendezvous.limits",
-    "rendezvous.pace",
+    "rendezvous.bootstrap rendezvous.record_change rendezvous.settings rendezvous.workers",
+    "rendezvous.run_record",
+    "rendezvous.pace rendezvous.policy",
     "rendezvous.node",
     "rendezvous.handler",
-    "rendezvous.create",
-    "rendezvous.backend rendezvous.init_method rendezvous.legacy",
+    "rendezvous.backend rendezvous.init_method rendezvous.torchelastic",
     "rendezvous",
     (
         "coordination.address coordination.checks coordination.peers coordination.policy "

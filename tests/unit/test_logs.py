@@ -16,7 +16,7 @@ from ftcoord.errors import ConfigError, EtcdError
 from ftcoord.escaping import SHOWN, named
 from ftcoord.log_once import LogOnce
 from ftcoord.logs import JsonFormatter, TextFormatter, log_change, show_log_lines
-from ftcoord.rendezvous.logs import round_line
+from ftcoord.rendezvous.handler import round_line
 
 log = logging.getLogger("ftcoord.rendezvous.test")
 

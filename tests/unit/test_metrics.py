@@ -118,7 +118,7 @@ def test_a_forked_child_begins_with_nothing() -> None:
 
 def test_prometheus_is_loaded_by_nobody_who_did_not_ask() -> None:
     code = (
-        "import sys, ftcoord.cli, ftcoord.rendezvous.create, ftcoord.coordination\n"
+        "import sys, ftcoord.cli, ftcoord.rendezvous.handler, ftcoord.coordination\n"
         "sys.exit('prometheus_client' in sys.modules)"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOORD_METRICS")}

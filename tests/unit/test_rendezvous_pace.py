@@ -10,15 +10,15 @@ from typing import Any, Final, cast
 
 import builders
 import pytest
+from helpers import rdzv_settings
 from virtual import Scheduler
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous_records import JoinRequest
+from ftcoord.core.verdict import Standing
 from ftcoord.primitives.group.pace import Look
 from ftcoord.rendezvous import pace
 from ftcoord.rendezvous.pace import FIRST_LINE, LINE_INTERVAL, LINES_PER_SECOND, RoundPace
-from ftcoord.rendezvous.settings import RendezvousSettings
 
 ASK: Final = builders.ask("node", address="host", nonce="", limits=(1, 1))
 WAITS: Final[Look[Any, JoinRequest]] = Look(Standing.PENDING, None, ASK)
@@ -45,7 +45,7 @@ class Attendance:
 
 def lines(count: int, nnodes: tuple[int, int], seconds: float) -> list[float]:
     """When nodes that begin to wait together, for so many seconds, ask who is there, from then on."""
-    settings = RendezvousSettings("etcd-v3", "run", *nnodes, None, None, join_timeout=10_000.0)
+    settings = rdzv_settings(nnodes, join_timeout=10_000.0)
     found = Attendance()
 
     def scenario() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ftcoord.config import Credentials, EtcdConfig, Tls
+from ftcoord.core.round_situation import RoundOptions
 from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError
-from ftcoord.rendezvous.settings import RendezvousSettings
+from ftcoord.rendezvous.settings import RendezvousSettings, RunTimes
 
 SECRET = "s3cr3t-hunter2"
 
@@ -41,45 +43,41 @@ def test_defaults() -> None:
         max_nodes=2,
         local_addr=None,
         etcd=EtcdConfig((Endpoint("host", 1),)),
-        join_timeout=600.0,
-        last_call_timeout=30.0,
-        close_timeout=30.0,
-        settle_timeout=1.0,
-        lease_ttl=5,
-        run_ttl=3600,
-        on_member_loss="restart",
+        times=RunTimes(
+            join_timeout=600.0, close_timeout=30.0, request_timeout=5.0, lease_ttl=5, run_ttl=3600, history_ttl=604_800
+        ),
+        rounds=RoundOptions(last_call_timeout=30.0, settle_timeout=1.0, recall_on_loss=True, restart="failed"),
         orphans="end",
         on_spare_close="exit",
         key_prefix="/ftcoord/v1",
-        request_timeout=5.0,
     )
 
 
 ACCEPTED: list[tuple[dict[str, Any], str, object]] = [
-    ({"join_timeout": "60"}, "join_timeout", 60.0),
-    ({"join_timeout": 60}, "join_timeout", 60.0),
-    ({"join_timeout": 0.5}, "join_timeout", 0.5),
-    ({"timeout": 900}, "join_timeout", 900.0),
-    ({"timeout": 900, "join_timeout": "60"}, "join_timeout", 60.0),
-    ({"join_timeout": None}, "join_timeout", 600.0),
-    ({"last_call_timeout": " 5 "}, "last_call_timeout", 5.0),
-    ({"close_timeout": "2.5"}, "close_timeout", 2.5),
-    ({"settle_timeout": ".1"}, "settle_timeout", 0.1),
-    ({"heartbeat_timeout": "7"}, "request_timeout", 7.0),
-    ({"heartbeat_timeout": "7", "read_timeout": "8"}, "request_timeout", 8.0),
-    ({"heartbeat_timeout": "7", "read_timeout": "8", "request_timeout": 9}, "request_timeout", 9.0),
-    ({"lease_ttl": "2"}, "lease_ttl", 2),
-    ({"lease_ttl": 20.0}, "lease_ttl", 20),
-    ({"lease_ttl": 3600, "run_ttl": 14401}, "lease_ttl", 3600),
-    ({"keep_alive_interval": "4"}, "lease_ttl", 12),
-    ({"keep_alive_max_attempt": "4"}, "lease_ttl", 20),
-    ({"keep_alive_interval": 2.5, "keep_alive_max_attempt": 3}, "lease_ttl", 8),
-    ({"keep_alive_interval": 1.1, "keep_alive_max_attempt": 10}, "lease_ttl", 11),
-    ({"keep_alive_interval": 0.1, "keep_alive_max_attempt": 1}, "lease_ttl", 2),
-    ({"keep_alive_interval": 100, "lease_ttl": 5}, "lease_ttl", 5),
-    ({"run_ttl": "60"}, "run_ttl", 60),
-    ({"on_member_loss": "ignore"}, "on_member_loss", "ignore"),
-    ({"on_member_loss": "RESTART"}, "on_member_loss", "restart"),
+    ({"join_timeout": "60"}, "times.join_timeout", 60.0),
+    ({"join_timeout": 60}, "times.join_timeout", 60.0),
+    ({"join_timeout": 0.5}, "times.join_timeout", 0.5),
+    ({"timeout": 900}, "times.join_timeout", 900.0),
+    ({"timeout": 900, "join_timeout": "60"}, "times.join_timeout", 60.0),
+    ({"join_timeout": None}, "times.join_timeout", 600.0),
+    ({"last_call_timeout": " 5 "}, "rounds.last_call_timeout", 5.0),
+    ({"close_timeout": "2.5"}, "times.close_timeout", 2.5),
+    ({"settle_timeout": ".1"}, "rounds.settle_timeout", 0.1),
+    ({"heartbeat_timeout": "7"}, "times.request_timeout", 7.0),
+    ({"heartbeat_timeout": "7", "read_timeout": "8"}, "times.request_timeout", 8.0),
+    ({"heartbeat_timeout": "7", "read_timeout": "8", "request_timeout": 9}, "times.request_timeout", 9.0),
+    ({"lease_ttl": "2"}, "times.lease_ttl", 2),
+    ({"lease_ttl": 20.0}, "times.lease_ttl", 20),
+    ({"lease_ttl": 3600, "run_ttl": 14401}, "times.lease_ttl", 3600),
+    ({"keep_alive_interval": "4"}, "times.lease_ttl", 12),
+    ({"keep_alive_max_attempt": "4"}, "times.lease_ttl", 20),
+    ({"keep_alive_interval": 2.5, "keep_alive_max_attempt": 3}, "times.lease_ttl", 8),
+    ({"keep_alive_interval": 1.1, "keep_alive_max_attempt": 10}, "times.lease_ttl", 11),
+    ({"keep_alive_interval": 0.1, "keep_alive_max_attempt": 1}, "times.lease_ttl", 2),
+    ({"keep_alive_interval": 100, "lease_ttl": 5}, "times.lease_ttl", 5),
+    ({"run_ttl": "60"}, "times.run_ttl", 60),
+    ({"on_member_loss": "ignore"}, "rounds.recall_on_loss", False),
+    ({"on_member_loss": "RESTART"}, "rounds.recall_on_loss", True),
     ({"orphans": "leave"}, "orphans", "leave"),
     ({"timers": "1"}, "timers", True),
     ({"timers": 0}, "timers", False),
@@ -99,7 +97,7 @@ ACCEPTED: list[tuple[dict[str, Any], str, object]] = [
 
 @pytest.mark.parametrize(("conf", "setting", "expected"), ACCEPTED)
 def test_accepted(conf: dict[str, Any], setting: str, expected: object) -> None:
-    value = getattr(parse(conf), setting)
+    value = attrgetter(setting)(parse(conf))
     assert value == expected
     assert type(value) is type(expected)
 
@@ -126,12 +124,12 @@ def test_the_conf_comes_before_the_environment() -> None:
     }
     from_env = EtcdConfig((Endpoint("other", 5),), credentials=Credentials("bob", SECRET), request_timeout=33.0)
     assert parse(endpoint="", env=env).etcd == from_env
-    assert parse(endpoint="", env=env).request_timeout == 33.0
+    assert parse(endpoint="", env=env).times.request_timeout == 33.0
     assert parse(endpoint="host:1", env=env).etcd == EtcdConfig.load("host:1", env=env)
     settings = parse({"user": "alice", "read_timeout": "4"}, env=env)
     expected = EtcdConfig((Endpoint("host", 1),), credentials=Credentials("alice", SECRET), request_timeout=4.0)
     assert settings.etcd == expected
-    assert settings.request_timeout == 4.0
+    assert settings.times.request_timeout == 4.0
 
 
 def test_nowhere_an_endpoint_means_this_machine() -> None:
@@ -142,7 +140,7 @@ def test_embedded() -> None:
     env = {"FTCOORD_ENDPOINTS": "a"}
     settings = parse({"read_timeout": "4", "protocol": "http"}, endpoint=" Embedded ", max_nodes=1, env=env)
     assert settings.etcd is None
-    assert settings.request_timeout == 4.0
+    assert settings.times.request_timeout == 4.0
 
 
 @pytest.mark.parametrize("min_nodes", [1, 2])
@@ -266,7 +264,7 @@ def test_fewer_at_most_than_at_least() -> None:
 
 
 def test_a_lease_needs_a_longer_run() -> None:
-    assert parse({"run_ttl": 21}).run_ttl == 21
+    assert parse({"run_ttl": 21}).times.run_ttl == 21
     with pytest.raises(ConfigError, match=r"^run_ttl=3600 .*4 x lease_ttl, 4000"):
         parse({"lease_ttl": 1000})
     with pytest.raises(ConfigError, match=r"^run_ttl=1 .*4 x lease_ttl, 20"):
@@ -332,7 +330,7 @@ def test_any_conf_is_accepted_or_a_config_error(conf: dict[str, Any]) -> None:
     if refused is not None:
         assert refused in (*conf, "run_ttl")  # a valid lease_ttl may be too long for the default run_ttl
         return
-    assert settings.run_ttl > 4 * settings.lease_ttl
+    assert settings.times.run_ttl > 4 * settings.times.lease_ttl
     assert settings.key_prefix.startswith("/")
 
 

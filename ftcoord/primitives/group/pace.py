@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Standing
+from ftcoord.core.verdict import Standing
 
 R = TypeVar("R")
 A = TypeVar("A")

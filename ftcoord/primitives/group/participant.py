@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 from ftcoord import concurrency
 from ftcoord.core.death_records import Death, encode
 from ftcoord.core.layout import death_key
-from ftcoord.core.outlook import Next, Outlook, Standing
+from ftcoord.core.verdict import Next, Outlook, Standing
 from ftcoord.errors import EtcdError, LeaseLost, StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span
 from ftcoord.etcd.reading import SnapshotReader, read_snapshot

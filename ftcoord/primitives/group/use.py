@@ -7,7 +7,7 @@ import abc
 from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
 
-from ftcoord.core.outlook import Outlook
+from ftcoord.core.verdict import Outlook
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import Policy
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import builders
+from helpers import rdzv_settings
 from store_history import Operation
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -20,7 +22,6 @@ from ftcoord.core.rendezvous_records import FAILED, FINISHED, ROLLS, RollSizes
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
-from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
 from simulator.managed_roles import Group
 from simulator.oracles import STORE, StartedRound, Violation
@@ -53,10 +54,10 @@ class Agent(Role):
 
     def live(self, process: Process) -> None:
         least, most = self.wants or self.world.plan.nnodes
-        settings = RendezvousSettings(
-            "etcd-v3", "run", least, most, process.name, None, last_call_timeout=2.0, lease_ttl=5, close_timeout=1.0,
-            restart=self.world.plan.restart,
-        )  # fmt: skip
+        settings = rdzv_settings(
+            (least, most), last_call_timeout=2.0, lease_ttl=5, close_timeout=1.0, restart=self.world.plan.restart
+        )
+        settings = replace(settings, local_addr=process.name)  # of a restarted process that is no name of a host
         while not process.leaves.is_set():
             handler = handlers.EtcdRendezvousHandler(settings, Hold(process.client))
             handler._resources.node = nodes.Node(

@@ -65,7 +65,7 @@ MUTANTS: Final = (
         'return (max(1, now.waiting), now.recalled) if now.recalled else (0, "")', 'return 0, ""', ROUNDS,
     ),
     Mutant(
-        "ranks are not kept", "ftcoord.core.forming",
+        "ranks are not kept", "ftcoord.core.rendezvous",
         "wanted = 0 if index == 0 else rank", "wanted = len(chosen) - 1 - index", ROUNDS,
     ),
     Mutant(
@@ -73,7 +73,7 @@ MUTANTS: Final = (
         "return since + (whole if many else min(MOMENT, whole))", "return -inf", ("rounds",),
     ),
     Mutant(
-        "nodes with other limits count", "ftcoord.core.round_poll",
+        "nodes with other limits count", "ftcoord.core.round_situation",
         "elif newest[ask.node] is member and ask.limits == limits:", "elif newest[ask.node] is member:", ("rounds",),
     ),
     Mutant(
