@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from ftcoord.core import rendezvous_records
 from ftcoord.core.rendezvous_records import Round
 from ftcoord.core.round_situation import FRESH
+from ftcoord.core.verdict import Standing
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group.pace import Look
