@@ -194,7 +194,7 @@ def _advise(etcd: EtcdServer) -> None:
 
 def _gateway(options: argparse.Namespace) -> int:
     from ftcoord.coordination import Gateway
-    from ftcoord.coordination.gateway_limits import raise_descriptor_limit
+    from ftcoord.coordination.gateway_sessions import raise_descriptor_limit
 
     raise_descriptor_limit()
     text("--etcd", options.etcd)  # it has no default

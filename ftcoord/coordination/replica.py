@@ -12,7 +12,7 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.use import QuorumUse, asking, idle, nothing_of
+from ftcoord.coordination.policy import QuorumUse, asking, idle, nothing_of
 from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
 from ftcoord.core.layout import death_key, member_id, member_of, members_span
 from ftcoord.core.outlook import Standing

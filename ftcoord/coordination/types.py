@@ -1,13 +1,23 @@
-"""The values of torchft's coordination API (`torchft.coordination`, torchft 0.2.0 and its nightly builds).
+"""The values of torchft's coordination API (`torchft.coordination`, torchft 0.2.0 and its nightly builds), and how
+records become them.
 
 https://docs.pytorch.org/torchft/coordination.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from functools import partial
+from typing import Any, Final
+
+from ftcoord.coordination import checks
+from ftcoord.core.manager_address import parted
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
+from ftcoord.core.recovery import recovery
+
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 class _Record:
@@ -141,3 +151,102 @@ class QuorumResult(_Record):
         self.heal = False
         self.replica_ids: list[str] = []
         self.reconfigure_handles: list[str] = []
+
+
+# -- addresses of managers ---------------------------------------------------------------------------------------------
+
+
+MOST: Final = 100_000
+"""The most tokens that are kept. Beyond that all are forgotten: a quorum brings those in use again."""
+
+_tokens: dict[str, str] = {}  # by address; any thread, one step of a dict at a time
+
+
+def without_token(address: str) -> str:
+    """The address as others may see it. Its token is remembered."""
+    plain, token = parted(address)
+    if token:
+        if len(_tokens) >= MOST:
+            _tokens.clear()
+        _tokens[plain] = token
+    return plain
+
+
+def with_known_token(address: str) -> tuple[str, str]:
+    """An address without its token, and the token: that of the address, else the remembered one; empty if none is
+    known."""
+    plain, token = parted(address)
+    return plain, token or _tokens.get(plain, "")
+
+
+# -- records as values -------------------------------------------------------------------------------------------------
+
+
+def quorum_reply(quorum: QuorumRecord) -> Quorum:
+    """A quorum as a value of torchft's API."""
+    return Quorum(quorum.id, partial(_members, quorum), timestamp(quorum))
+
+
+def timestamp(quorum: QuorumRecord) -> Timestamp:
+    """When a quorum was decided, on the decider's wall clock."""
+    seconds, fraction = divmod(quorum.created, 1)
+    return Timestamp(int(seconds), int(fraction * 1e9))
+
+
+def _members(quorum: QuorumRecord) -> list[QuorumMember]:
+    return [_member(request) for request in quorum.requests]
+
+
+def _member(request: QuorumRequest) -> QuorumMember:
+    return QuorumMember(
+        request.replica_id,
+        without_token(request.address),
+        request.store_address,
+        request.step,
+        request.world_size,
+        request.shrink_only,
+        json.loads(request.data) if request.data else None,
+    )
+
+
+def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: bool) -> QuorumResult:
+    """What a quorum means for one rank of a replica. Raises NotInQuorum."""
+    plan = recovery(quorum.requests, replica_id, rank, init_sync)
+    result = QuorumResult()
+    result.quorum_id = quorum.id
+    result.replica_rank, result.replica_world_size = plan.replica_rank, plan.replica_world_size
+    result.recover_src_manager_address = plan.recover_src_manager_address
+    result.recover_src_replica_rank = plan.recover_src_replica_rank
+    result.recover_dst_replica_ranks = list(plan.recover_dst_replica_ranks)
+    result.store_address = plan.store_address
+    result.max_step, result.max_world_size = plan.max_step, plan.max_world_size
+    result.max_replica_rank, result.heal = plan.max_replica_rank, plan.heal
+    result.replica_ids = list(plan.replica_ids)
+    result.reconfigure_handles = list(plan.reconfigure_handles)
+    return result
+
+
+def result_fields(result: QuorumResult) -> dict[str, Any]:
+    """The fields of a result, for JSON."""
+    return {name: getattr(result, name) for name in QuorumResult.__slots__}
+
+
+def result_of(fields: Mapping[str, Any]) -> QuorumResult:
+    """The result with the fields that `result_fields` returned. Raises AttributeError for other names."""
+    result = QuorumResult()
+    for name, value in fields.items():
+        setattr(result, name, value)
+    return result
+
+
+def json_text(data: Mapping[Any, Any] | None) -> str:
+    """The `data` of a request as JSON. Raises TypeError if it is not a dict, RuntimeError if JSON cannot represent
+    it."""
+    if data is None:
+        return ""
+    if not isinstance(data, dict):
+        raise TypeError(f"argument 'data': {type(data).__name__!r} object cannot be converted to 'PyDict'")
+    try:
+        return json.dumps(data)
+    except (TypeError, ValueError) as error:
+        raise checks.failed("Internal", f"{type(error).__name__}: {error}") from None

@@ -30,12 +30,10 @@ from ftcoord.coordination import (
     LighthouseClient,
     ManagerClient,
     ManagerServer,
-    gateway_limits,
     gateway_sessions,
 )
 from ftcoord.coordination.address import fresh_name, parse_address
-from ftcoord.coordination.gateway_limits import MOST_WAITING_OF_ID
-from ftcoord.coordination.gateway_sessions import CUT_OFF, QUIET_FOR
+from ftcoord.coordination.gateway_sessions import CUT_OFF, MOST_WAITING_OF_ID, QUIET_FOR
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.api import Get, Span
@@ -569,7 +567,7 @@ def test_a_later_call_of_a_replica_ends_its_oldest_ones(gateway: Gateway) -> Non
 
 def test_one_address_takes_only_a_share_of_a_gateway(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_sessions, "MOST_IDS_OF_ADDRESS", 2)
-    monkeypatch.setattr(gateway_limits, "MOST_WAITING_OF_ADDRESS", 1)
+    monkeypatch.setattr(gateway_sessions, "MOST_WAITING_OF_ADDRESS", 1)
     with Gateway(job) as gateway:
         beat, call = raw_call(gateway, "Heartbeat"), raw_call(gateway, "Quorum")
         for name in "xyx":

@@ -30,14 +30,13 @@ from ftcoord.coordination import (
     ManagerServer,
     Observer,
     Quorum,
-    managed_group,
+    manager,
     policy,
-    rank_group,
+    ranks,
 )
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.gateway_sessions import GatewaySessions
-from ftcoord.coordination.rank_group import RankGroup
-from ftcoord.coordination.ranks import VoteCounter
+from ftcoord.coordination.ranks import RankGroup, VoteCounter
 from ftcoord.coordination.replica import Replica
 from ftcoord.core import takeover
 from ftcoord.core.layout import kill_key
@@ -171,7 +170,7 @@ def test_nobody_keeps_a_member_alive_that_hears_nothing(
 
 def test_a_call_of_a_rank_that_fails_ends_that_call_only(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     server = job.manager("a", world_size=2)
-    monkeypatch.setattr(rank_group, "_local", {})  # so the calls go through the port
+    monkeypatch.setattr(ranks, "_local", {})  # so the calls go through the port
     rank, ranks = ManagerClient(server.address(), LONG), RankGroup.at(server.address().partition("#")[0])
     assert ranks is None
     with monkeypatch.context() as broken:
@@ -184,7 +183,7 @@ def test_a_call_of_a_rank_that_fails_ends_that_call_only(job: Job, monkeypatch: 
 
 def test_an_answer_that_cannot_be_made_ends_the_call(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     server = job.manager("a", world_size=1)
-    monkeypatch.setattr(rank_group, "_local", {})
+    monkeypatch.setattr(ranks, "_local", {})
     monkeypatch.setattr(RankGroup, "result", fail)
     with pytest.raises(RuntimeError, match="transport error"):
         ManagerClient(server.address(), LONG)._quorum(0, 0, "", False, True, 0, LONG)
@@ -199,7 +198,7 @@ def test_a_manager_that_hears_no_orders_any_more_leaves_the_job(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job.manager("a")
-    monkeypatch.setattr(managed_group, "member_of", fail)
+    monkeypatch.setattr(manager, "member_of", fail)
     job.client.put(kill_key(parse_address(job.address).prefix, "nobody"), b"why")
     eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
     eventually(lambda: not job.keys("members/"), "nobody counts on it")

@@ -19,6 +19,19 @@ from functools import partial
 from typing import Any, NoReturn
 
 import pytest
+from ftcoord.coordination.rank_frames import (
+    GREETING_SIZE,
+    HELLO,
+    LARGEST_MESSAGE,
+    WELCOME,
+    WRONG_TOKEN,
+    MetadataQuery,
+    TimedVote,
+    encode_answer,
+    encode_call,
+    frame,
+    greeting,
+)
 from helpers import DEADLINE, eventually, in_fork, own_port
 from natives import TIMED_OUT, Natives
 from rdzv_nodes import spawn
@@ -36,24 +49,10 @@ from ftcoord.coordination import (
     rank_port,
     tcp,
 )
-from ftcoord.coordination.failure import RANK_NOT_FOUND
+from ftcoord.coordination.checks import RANK_NOT_FOUND
 from ftcoord.coordination.manager_client import place_of
-from ftcoord.coordination.rank_frames import (
-    GREETING_SIZE,
-    HELLO,
-    LARGEST_MESSAGE,
-    WELCOME,
-    WRONG_TOKEN,
-    MetadataQuery,
-    TimedVote,
-    encode_answer,
-    encode_call,
-    frame,
-    greeting,
-)
-from ftcoord.coordination.rank_group import NoSuchRank, RankGroup
 from ftcoord.coordination.rank_port import HTTP2
-from ftcoord.coordination.ranks import MOST_CALLS, RankRequest, VoteCounter
+from ftcoord.coordination.ranks import MOST_CALLS, NoSuchRank, RankGroup, RankRequest, VoteCounter
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum_records import QuorumRequest

@@ -9,8 +9,7 @@ from typing import TypeAlias
 import pytest
 
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
-from ftcoord.coordination.use import QuorumUse, asking
+from ftcoord.coordination.policy import HighestSeen, QuorumPolicy, QuorumUse, asking
 from ftcoord.core import layout
 from ftcoord.core.outlook import Next, Standing
 from ftcoord.core.quorum import QuorumOptions

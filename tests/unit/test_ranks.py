@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NoReturn
 
 import pytest
-from helpers import DEADLINE
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcoord import concurrency
-from ftcoord.coordination.askers import Askers
-from ftcoord.coordination.rank_group import WaitingCall
-from ftcoord.coordination.ranks import MOST_CALLS, RankBarrier, RankRequest, VoteCounter
+from ftcoord.coordination.ranks import MOST_CALLS, RankBarrier, RankRequest, VoteCounter, WaitingCall
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.errors import EtcdUnavailable, ServerError, ThreadNotStarted
+from ftcoord.errors import EtcdUnavailable, ServerError
 
 
 def ask(rank: int) -> RankRequest:
@@ -239,30 +235,3 @@ def test_a_caller_that_had_gone_before_is_not_waited_for() -> None:
 
 
 # -- the threads that ask for ranks of other processes ----------------------------------------------------------------
-
-
-def test_where_no_thread_can_be_started_all_ranks_hear_that_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They waited out their whole time. And later, when there are threads again, the next request has one."""
-    barrier, askers = RankBarrier(2, Decides()), Askers(lambda function: function())
-    real = concurrency.thread
-    monkeypatch.setattr(concurrency, "thread", lambda *args: NoThread())
-    for _ in range(2):
-        calls = [barrier.join(ask(rank)) for rank in (0, 1)]
-        (group_ask,) = [found for _, found in calls if found is not None]
-        askers.ask(group_ask)
-        for future, _ in calls:
-            with pytest.raises(ThreadNotStarted):
-                future.result(0)
-    monkeypatch.setattr(concurrency, "thread", real)
-    first, _ = barrier.join(ask(0))
-    second, found = barrier.join(ask(1))
-    assert found is not None
-    askers.ask(found)
-    assert [first.result(DEADLINE).number, second.result(DEADLINE).number] == [1, 1]
-    assert askers._started == 1
-    askers.close()
-
-
-class NoThread:
-    def start(self) -> NoReturn:
-        raise ThreadNotStarted("ftcoord-ask", RuntimeError("there are too many"))
