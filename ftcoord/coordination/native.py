@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, cast
 
 from google.protobuf.message import DecodeError
 
-from ftcoord import concurrency
+from ftcoord import concurrency, fork
 from ftcoord.coordination.checks import KNOWN, RANK_NOT_FOUND, TIMED_OUT, TRANSPORT_ERROR, Failure
 from ftcoord.coordination.ranks import MOST_CALLS, MetadataQuery, RankCall, RankGroup, RankRequest, TimedVote
 from ftcoord.coordination.types import QuorumResult
@@ -182,9 +182,10 @@ class NativeRanks:
             self._server = grpc.server(pool, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=most_calls)
             serve(self._server, MANAGER_SERVICE, calls)
             try:
-                self._server.add_insecure_port(place)
+                self._port = self._server.add_insecure_port(place)
             except RuntimeError:
                 raise RuntimeError(f"cannot listen on {place} for torchft's own ranks: see what else uses it") from None
+            fork.hide_port(self._port)  # else this process would seem to live for as long as its forked children do
             self._server.start()
 
     def close(self) -> None:
@@ -193,6 +194,7 @@ class NativeRanks:
         Does not wait for a call that asks for the group: its request ends when the replica leaves, after this.
         """
         self._server.stop(None).wait(SERVER_STOP_TIMEOUT)  # only then gRPC has no more calls for the pool
+        fork.unhide_port(self._port)
         self._pool.close(wait=False)
 
     # -- torchft's calls, each on a thread of its own -----------------------------------------------------------------

@@ -119,9 +119,10 @@ def _greeting(frame: Frame, kind: str, *fields: str) -> dict[str, Any]:
         found = json.loads(frame.payload)
     except (ValueError, RecursionError) as error:
         raise Malformed(f"its greeting is no JSON: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in fields):
+    texts = [found.get(name) for name in fields] if isinstance(found, dict) else [None]
+    if not all(isinstance(text, str) and text.isascii() for text in texts):
         raise Malformed(f"its greeting lacks {', '.join(fields)}")
-    return found
+    return dict(found)
 
 
 def _nonce(found: Mapping[str, Any]) -> str:

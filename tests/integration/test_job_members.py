@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
+import selectors
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -16,7 +15,6 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from helpers import DEADLINE, eventually, in_fork
@@ -36,7 +34,7 @@ from ftcoord.coordination import (
 )
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.gateway_sessions import GatewaySessions
-from ftcoord.coordination.ranks import RankGroup, VoteCounter
+from ftcoord.coordination.ranks import RankBarrier, RankGroup
 from ftcoord.coordination.replica import Replica
 from ftcoord.core import takeover
 from ftcoord.core.layout import kill_key
@@ -168,27 +166,6 @@ def test_nobody_keeps_a_member_alive_that_hears_nothing(
     eventually(lambda: job.keys("members/"), "it is back")
 
 
-def test_a_call_of_a_rank_that_fails_ends_that_call_only(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = job.manager("a", world_size=2)
-    monkeypatch.setattr(ranks, "_local", {})  # so the calls go through the port
-    rank, ranks = ManagerClient(server.address(), LONG), RankGroup.at(server.address().partition("#")[0])
-    assert ranks is None
-    with monkeypatch.context() as broken:
-        broken.setattr(VoteCounter, "cast", fail)
-        with pytest.raises(RuntimeError, match="transport error"):
-            rank.should_commit(1, 0, True, LONG)
-    votes = [spawn(partial(rank.should_commit, number, 0, True, LONG)) for number in range(2)]
-    assert [vote.result(DEADLINE) for vote in votes] == [True, True]
-
-
-def test_an_answer_that_cannot_be_made_ends_the_call(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = job.manager("a", world_size=1)
-    monkeypatch.setattr(ranks, "_local", {})
-    monkeypatch.setattr(RankGroup, "result", fail)
-    with pytest.raises(RuntimeError, match="transport error"):
-        ManagerClient(server.address(), LONG)._quorum(0, 0, "", False, True, 0, LONG)
-
-
 def fail(*args: Any, **kwargs: Any) -> None:
     raise MemoryError("made by the test")
 
@@ -205,19 +182,27 @@ def test_a_manager_that_hears_no_orders_any_more_leaves_the_job(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_manager_whose_port_fails_leaves_the_job(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (RankBarrier, "join"),
+        (RankGroup, "result"),
+        (Replica, "ask"),
+        (selectors.DefaultSelector, "select"),
+    ],
+    ids=["a call", "an answer", "the request of the group", "the port"],
+)
+def test_a_manager_whose_port_fails_leaves_the_job(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: tuple[type, str]
+) -> None:
     server = job.manager("a")
-
-    def fail_once(*_: Any) -> None:
-        undo.undo()
-        fail()
-
-    with pytest.MonkeyPatch.context() as undo:
-        undo.setattr(asyncio.SelectorEventLoop, "_run_once", fail_once)
-        with contextlib.suppress(OSError):  # whatever comes to the port wakes its loop
-            address = urlsplit(server.address())
-            socket.create_connection((address.hostname or "", address.port or 0), DEADLINE).close()
-        eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
+    monkeypatch.setattr(ranks, "_local", {})  # so the call goes through the port
+    rank = ManagerClient(server.address(), LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(*broken, fail)
+        with pytest.raises(RuntimeError, match=r"transport error|tcp connect error|was interrupted"):
+            rank._quorum(0, 0, "", False, True, 0, LONG)
+        eventually(lambda: "manager a leaves the job" in caplog.text, "it is logged")
     eventually(lambda: not job.keys("members/"), "nobody counts on it")
 
 
