@@ -26,7 +26,7 @@ from ftcoord.coordination.ranks import (
     RankRequest,
     TimedVote,
 )
-from ftcoord.coordination.types import QuorumResult, result_of, with_known_token, without_token
+from ftcoord.coordination.types import QuorumResult, with_known_token, without_token
 from ftcoord.core.manager_address import key_of
 
 LOOKUP_INTERVAL: Final = 0.1
@@ -107,7 +107,7 @@ class ManagerClient:
             init_sync=checks.boolean("init_sync", init_sync),
         )
         answer = self._call(request, request.timeout)
-        result = answer if isinstance(answer, QuorumResult) else result_of(answer)
+        result = answer if isinstance(answer, QuorumResult) else QuorumResult(**answer)
         result.recover_src_manager_address = without_token(result.recover_src_manager_address)
         return result
 

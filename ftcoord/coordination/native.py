@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from ftcoord import concurrency, fork
 from ftcoord.coordination.checks import KNOWN, RANK_NOT_FOUND, TIMED_OUT, TRANSPORT_ERROR, Failure
-from ftcoord.coordination.ranks import MOST_CALLS, MetadataQuery, RankCall, RankGroup, RankRequest, TimedVote
+from ftcoord.coordination.ranks import MetadataQuery, RankCall, RankGroup, RankRequest, TimedVote
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.manager_address import parted
 from ftcoord.etcd.rpc.protobuf import declare
@@ -84,14 +84,11 @@ def write_result(result: QuorumResult, commit_failures: int) -> bytes:
 
 def read_result(message: bytes) -> QuorumResult:
     """A manager's answer to a rank. Raises ValueError."""
-    told, result = read("ManagerQuorumResponse", message), QuorumResult()
-    for name in _PLAIN:
-        setattr(result, name, getattr(told, name))
-    for name in _OPTIONAL:
-        setattr(result, name, getattr(told, name) if told.HasField(name) else None)
-    for name in _LISTS:
-        setattr(result, name, list(getattr(told, name)))
-    return result
+    told = read("ManagerQuorumResponse", message)
+    fields = {name: getattr(told, name) for name in _PLAIN}
+    fields |= {name: getattr(told, name) if told.HasField(name) else None for name in _OPTIONAL}
+    fields |= {name: [*getattr(told, name)] for name in _LISTS}
+    return QuorumResult(**fields)
 
 
 # -- how calls to our servers end --------------------------------------------------------------------------------------
@@ -145,9 +142,10 @@ def time_left(context: grpc.ServicerContext) -> float:
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-SPARE_CALLS: Final = 64
-"""The most calls in progress, each with a thread, above those that all ranks may have waiting. Further ones are
-refused: else anyone who reaches the port could use up all threads of the process."""
+MOST_RPCS_OF_RANK: Final = 8
+SPARE_RPCS: Final = 64
+"""The most calls in progress, for each rank and beside these. Each has a thread, and further ones are refused: else
+anyone who reaches the port could use up all threads of the process."""
 MOST_NATIVE: Final = 256
 """The most connections. Further ones are refused: a process often has 1,024 file descriptors."""
 _SERVER_OPTIONS: Final = (
@@ -156,6 +154,8 @@ _SERVER_OPTIONS: Final = (
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.keepalive_time_ms", 15_000),  # the host of a caller that waits may have lost its power
     ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.http2.ping_timeout_ms", 15_000),  # newer releases wait a minute, whatever the line above says
+    ("grpc.http2.max_pings_without_data", 0),
 )
 SERVER_STOP_TIMEOUT: Final = 2.0
 """Seconds that calls in progress get to notice that the server has stopped."""
@@ -173,7 +173,7 @@ class NativeRanks:
 
     def __init__(self, place: str, group: RankGroup) -> None:
         self._group = group
-        most_calls = SPARE_CALLS + 2 * MOST_CALLS * group.world_size  # requests and votes
+        most_calls = SPARE_RPCS + MOST_RPCS_OF_RANK * group.world_size
         self._pool = DaemonPool(most_calls, "ftcoord-native")  # so no call queues behind those that wait
         calls = {"Quorum": self._quorum, "CheckpointMetadata": self._metadata}
         calls |= {"ShouldCommit": self._commit, "Kill": self._kill}

@@ -28,9 +28,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_CALLS: Final = 4
-"""The most calls of one rank that wait at a time: it makes one, and another one when it has given up the first and that
-is not known here yet. A later call ends the oldest: else anyone who reaches a manager could make any number wait."""
 _INTERRUPTED: Final = "the rank that asked for the whole group was interrupted: ask again"
 
 
@@ -113,8 +110,8 @@ class RankBarrier:
     def join(self, request: RankRequest) -> tuple[Future[QuorumRecord], GroupAsk | None]:
         """This rank's future answer; and for the last rank, the object with which to ask for the group's quorum.
 
-        If a rank calls several times, its last request counts, and its last MOST_CALLS calls are answered; even one
-        that comes while the group's request is in progress.
+        If a rank calls several times, its last request counts, and all of its calls are answered; even one that comes
+        while the group's request is in progress.
         """
         future: Future[QuorumRecord] = Future()
         with self._lock:
@@ -123,12 +120,10 @@ class RankBarrier:
                 return future, None
             calls = self._there.setdefault(request.rank, {})
             calls[future] = request
-            superseded = _take_oldest(calls)
             is_last = len(self._there) >= self._world_size
             if is_last:
                 all_there, self._there = self._there, {}  # from here on they belong to this thread
                 self._asked = {rank: [*calls.items()][-1][::-1] for rank, calls in all_there.items()}
-        _fail(superseded, _superseded(request.rank))  # without the lock: callbacks run in it
         if not is_last:
             return future, None
         futures = _futures(all_there)
@@ -185,19 +180,6 @@ class RankBarrier:
         return _futures(second)
 
 
-def _take_oldest(calls: dict[Future[T], Any]) -> list[Future[T]]:
-    """Take the calls of a rank above MOST_CALLS out: the oldest, of which there is one at the most."""
-    if len(calls) <= MOST_CALLS:
-        return []
-    oldest = next(iter(calls))
-    del calls[oldest]
-    return [oldest]
-
-
-def _superseded(rank: int) -> ServerError:
-    return ServerError(f"{MOST_CALLS} later calls of rank {rank} came: a rank makes one call at a time")
-
-
 def _futures(there: Mapping[int, _Calls]) -> list[Future[QuorumRecord]]:
     return [future for calls in there.values() for future in calls]
 
@@ -223,7 +205,7 @@ class VoteCounter:
 
     def cast(self, rank: int, step: int, yes: bool) -> Future[bool]:
         """Vote. The future says whether all voted yes, as soon as a call of each rank waits. All of these calls are
-        answered, of each rank the last MOST_CALLS.
+        answered.
 
         The first time that ranks vote on different steps, that is logged; their votes still count together.
         """
@@ -232,7 +214,7 @@ class VoteCounter:
             if self._closed is not None:
                 future.set_exception(self._closed)
                 return future
-            superseded = self._add(future, Vote(rank, step, yes))
+            self._waiting[future] = Vote(rank, step, yes)
             outcome = tally(self._waiting.values(), self._world_size)
             answered: dict[Future[bool], Vote] = {}
             if outcome is not None:
@@ -240,7 +222,6 @@ class VoteCounter:
             steps = "" if self._has_warned else different_steps(answered.values())
             self._has_warned |= bool(steps)
         # Without the lock: callbacks of a future run in `set_result`. `leave` finds these calls gone already.
-        _fail(superseded, _superseded(rank))
         if outcome is None:
             return future
         if steps:
@@ -253,16 +234,6 @@ class VoteCounter:
         for one in answered:
             one.set_result(outcome)
         return future
-
-    def _add(self, future: Future[bool], vote: Vote) -> list[Future[bool]]:
-        """Under the lock: note a call; returns that which it ends."""
-        self._waiting[future] = vote
-        if len(self._waiting) <= MOST_CALLS:
-            return []
-        superseded = _take_oldest({call: one for call, one in self._waiting.items() if one.rank == vote.rank})
-        for call in superseded:
-            del self._waiting[call]
-        return superseded
 
     def leave(self, rank: int, future: Future[bool]) -> bool:
         """A rank gave up a call, which withdraws its vote. False if the vote has counted: the outcome is about to

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -20,17 +21,11 @@ from ftcoord.core.recovery import recovery
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-class _Record:
-    """Has declared attributes only: any other name raises AttributeError, as with torchft's native classes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        names = [name.lstrip("_") for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+# As with torchft's native classes, any name but a declared one raises AttributeError, and each is equal to itself only.
 
 
-class Timestamp(_Record):
+@dataclass(slots=True, eq=False)
+class Timestamp:
     """A time on the wall clock of the process that decided. For information only: no decision depends on it.
 
     Args:
@@ -38,13 +33,12 @@ class Timestamp(_Record):
         nanos: nanoseconds within that second.
     """
 
-    __slots__ = ("nanos", "seconds")
-
-    def __init__(self, seconds: int, nanos: int) -> None:
-        self.seconds, self.nanos = seconds, nanos
+    seconds: int
+    nanos: int
 
 
-class QuorumMember(_Record):
+@dataclass(slots=True, eq=False)
+class QuorumMember:
     """One replica of a quorum, with the values of its request.
 
     Args:
@@ -57,23 +51,16 @@ class QuorumMember(_Record):
         data: its other data, as read from JSON, so keys are str; None if it sent none.
     """
 
-    __slots__ = ("address", "data", "replica_id", "shrink_only", "step", "store_address", "world_size")
-
-    def __init__(
-        self,
-        replica_id: str,
-        address: str,
-        store_address: str,
-        step: int,
-        world_size: int,
-        shrink_only: bool,
-        data: dict[Any, Any] | None = None,
-    ) -> None:
-        self.replica_id, self.address, self.store_address = replica_id, address, store_address
-        self.step, self.world_size, self.shrink_only, self.data = step, world_size, shrink_only, data
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: dict[Any, Any] | None = None
 
 
-class Quorum(_Record):
+class Quorum:
     """The replicas that train together.
 
     Args:
@@ -104,8 +91,12 @@ class Quorum(_Record):
     def participants(self, participants: Sequence[QuorumMember]) -> None:
         self._participants = participants
 
+    def __repr__(self) -> str:
+        return f"Quorum(quorum_id={self.quorum_id}, participants={self.participants}, created={self.created})"
 
-class QuorumResult(_Record):
+
+@dataclass(slots=True, eq=False)
+class QuorumResult:
     """What a quorum means for one rank: its place, and which replicas heal from which.
 
     Args:
@@ -122,35 +113,19 @@ class QuorumResult(_Record):
         reconfigure_handles: the handle that this rank of each member sent, in rank order (torchft's nightly builds).
     """
 
-    __slots__ = (
-        "heal",
-        "max_replica_rank",
-        "max_step",
-        "max_world_size",
-        "quorum_id",
-        "reconfigure_handles",
-        "recover_dst_replica_ranks",
-        "recover_src_manager_address",
-        "recover_src_replica_rank",
-        "replica_ids",
-        "replica_rank",
-        "replica_world_size",
-        "store_address",
-    )
-
-    def __init__(self) -> None:
-        self.quorum_id = 0
-        self.replica_rank, self.replica_world_size = 0, 1
-        self.recover_src_manager_address = ""
-        self.recover_src_replica_rank: int | None = None
-        self.recover_dst_replica_ranks: list[int] = []
-        self.store_address = ""
-        self.max_step = 0
-        self.max_replica_rank: int | None = None
-        self.max_world_size = 1
-        self.heal = False
-        self.replica_ids: list[str] = []
-        self.reconfigure_handles: list[str] = []
+    quorum_id: int = 0
+    replica_rank: int = 0
+    replica_world_size: int = 1
+    recover_src_manager_address: str = ""
+    recover_src_replica_rank: int | None = None
+    recover_dst_replica_ranks: list[int] = field(default_factory=list)
+    store_address: str = ""
+    max_step: int = 0
+    max_replica_rank: int | None = None
+    max_world_size: int = 1
+    heal: bool = False
+    replica_ids: list[str] = field(default_factory=list)
+    reconfigure_handles: list[str] = field(default_factory=list)
 
 
 # -- addresses of managers ---------------------------------------------------------------------------------------------
@@ -212,31 +187,13 @@ def _member(request: QuorumRequest) -> QuorumMember:
 def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: bool) -> QuorumResult:
     """What a quorum means for one rank of a replica. Raises NotInQuorum."""
     plan = recovery(quorum.requests, replica_id, rank, init_sync)
-    result = QuorumResult()
-    result.quorum_id = quorum.id
-    result.replica_rank, result.replica_world_size = plan.replica_rank, plan.replica_world_size
-    result.recover_src_manager_address = plan.recover_src_manager_address
-    result.recover_src_replica_rank = plan.recover_src_replica_rank
-    result.recover_dst_replica_ranks = list(plan.recover_dst_replica_ranks)
-    result.store_address = plan.store_address
-    result.max_step, result.max_world_size = plan.max_step, plan.max_world_size
-    result.max_replica_rank, result.heal = plan.max_replica_rank, plan.heal
-    result.replica_ids = list(plan.replica_ids)
-    result.reconfigure_handles = list(plan.reconfigure_handles)
-    return result
+    fields: dict[str, Any] = {name: getattr(plan, name) for name in QuorumResult.__slots__ if name != "quorum_id"}
+    return QuorumResult(quorum.id, **{name: [*one] if isinstance(one, tuple) else one for name, one in fields.items()})
 
 
 def result_fields(result: QuorumResult) -> dict[str, Any]:
-    """The fields of a result, for JSON."""
+    """The fields of a result, for JSON. `QuorumResult(**fields)` is the result again."""
     return {name: getattr(result, name) for name in QuorumResult.__slots__}
-
-
-def result_of(fields: Mapping[str, Any]) -> QuorumResult:
-    """The result with the fields that `result_fields` returned. Raises AttributeError for other names."""
-    result = QuorumResult()
-    for name, value in fields.items():
-        setattr(result, name, value)
-    return result
 
 
 def json_text(data: Mapping[Any, Any] | None) -> str:

@@ -34,7 +34,7 @@ from ftcoord.coordination import manager as managers
 from ftcoord.coordination.manager_client import place_of
 from ftcoord.coordination.port import LARGEST_FRAME, Frame, Line
 from ftcoord.coordination.rank_port import encode_answer, encode_call
-from ftcoord.coordination.ranks import MOST_CALLS, MetadataQuery, NoSuchRank, RankGroup, RankRequest, TimedVote
+from ftcoord.coordination.ranks import MetadataQuery, NoSuchRank, RankGroup, RankRequest, TimedVote
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.manager_address import key_of, parted
 from ftcoord.core.quorum_records import QuorumRequest
@@ -561,7 +561,7 @@ def test_a_native_rank_that_is_killed_while_it_waits_does_not_count(natives: Nat
 @pytest.fixture
 def small(job: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     """Of two ranks, at a manager that takes 4 native calls at a time."""
-    monkeypatch.setattr(native, "SPARE_CALLS", 4 - 2 * 2 * MOST_CALLS)
+    monkeypatch.setattr(native, "SPARE_RPCS", 4 - 2 * native.MOST_RPCS_OF_RANK)
     one = manager(job)
     yield Far(one, monkeypatch)
     one.shutdown()
