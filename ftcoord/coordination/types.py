@@ -188,7 +188,8 @@ def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: b
     """What a quorum means for one rank of a replica. Raises NotInQuorum."""
     plan = recovery(quorum.requests, replica_id, rank, init_sync)
     fields: dict[str, Any] = {name: getattr(plan, name) for name in QuorumResult.__slots__ if name != "quorum_id"}
-    return QuorumResult(quorum.id, **{name: [*one] if isinstance(one, tuple) else one for name, one in fields.items()})
+    fields |= {name: [*value] for name, value in fields.items() if isinstance(value, tuple)}
+    return QuorumResult(quorum.id, **fields)
 
 
 def result_fields(result: QuorumResult) -> dict[str, Any]:
