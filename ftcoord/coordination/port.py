@@ -266,7 +266,7 @@ class Port:
         failed: Callable[[BaseException], None],
     ) -> None:
         self._listener, self._key, self._handler, self._hint, self._failed = listener, key, handler, hint, failed
-        # Only the thread, but for the next lines:
+        # Only the thread:
         self._selector = selectors.DefaultSelector()
         self._unproved: dict[Peer, None] = {}  # the oldest first
         self._proved: set[Peer] = set()
@@ -314,7 +314,11 @@ class Port:
     def _run(self) -> None:
         try:
             while not self._is_closed:
-                self._turn()
+                batch = self._read_all(self._handler.tick())
+                if batch:
+                    self._handler.handle(batch)
+                self._run_due()
+            self._run_due()  # answers that were submitted before `close`
         finally:
             failure = sys.exc_info()[1]
             for peer in (*self._unproved, *self._proved):
@@ -325,10 +329,7 @@ class Port:
             if failure is not None:
                 self._failed(failure)
 
-    def _turn(self) -> None:
-        batch = self._read_all(self._handler.tick())
-        if batch:
-            self._handler.handle(batch)
+    def _run_due(self) -> None:
         self._is_woken = False  # first: what is submitted from now on is seen below, or wakes the thread once more
         while self._due:
             self._due.popleft()()
@@ -356,6 +357,8 @@ class Port:
         return batch
 
     def _timeout(self, due: float) -> float | None:
+        if self._due:  # submitted by `tick`
+            return 0.0
         first = next(iter(self._unproved), None)
         at = min(due, first._until if first is not None else math.inf, self._accepts_at or math.inf)
         return None if at == math.inf else min(max(at - concurrency.now(), 0), concurrency.LONGEST_WAIT)

@@ -216,8 +216,14 @@ def test_a_receiver_may_try_again_and_is_woken_when_its_line_is_closed(served: S
 
 
 def test_a_closed_port_ends_its_lines_and_frees_its_place(served: Served) -> None:
+    """What was submitted before is done."""
     line = served.line()
+    line.send("a", b"", soon())
+    line.receive(soon())
+    ((peer, _),) = served.handler.batches[0]
+    served.port.submit(lambda: peer.send("q", b"the last one"))
     served.port.close()
+    assert line.receive(soon()) == ("q", b"the last one")
     with pytest.raises(ConnectionError):
         line.receive(soon())
     assert not line.is_quiet
