@@ -142,7 +142,7 @@ def gateway(options: argparse.Namespace) -> int:
     supervisor.
     """
     from ftcoord.coordination import Gateway
-    from ftcoord.coordination.gateway_limits import raise_descriptor_limit
+    from ftcoord.coordination.gateway_sessions import raise_descriptor_limit
 
     raise_descriptor_limit()
     text("--etcd", options.etcd)  # it has no default

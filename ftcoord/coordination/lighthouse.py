@@ -17,10 +17,9 @@ from ftcoord import concurrency
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, fresh_name
 from ftcoord.coordination.connection import check_process, connect, torchft_errors
-from ftcoord.coordination.convert import json_text, quorum_reply
 from ftcoord.coordination.kills import order_kill
 from ftcoord.coordination.replica import Replica
-from ftcoord.coordination.types import Quorum
+from ftcoord.coordination.types import Quorum, json_text, quorum_reply
 from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.etcd.shared import SharedClient
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.use import QuorumUse, asking, idle, nothing_of
+from ftcoord.coordination.policy import QuorumUse, asking, idle, nothing_of
 from ftcoord.core.death_records import Death
 from ftcoord.core.layout import member_of, members_span
 from ftcoord.core.quorum import FAILED_COMMITS, attendance, failing

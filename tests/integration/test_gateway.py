@@ -27,7 +27,6 @@ from ftcoord.coordination import (
     LighthouseClient,
     ManagerClient,
     ManagerServer,
-    gateway_limits,
     gateway_sessions,
 )
 from ftcoord.coordination.address import fresh_name, parse_address
@@ -400,7 +399,7 @@ def test_a_native_replica_that_is_killed_died_and_did_not_leave(
 
 def test_one_address_takes_only_a_share_of_a_gateway(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_sessions, "MOST_IDS_OF_ADDRESS", 2)
-    monkeypatch.setattr(gateway_limits, "MOST_WAITING_OF_ADDRESS", 1)
+    monkeypatch.setattr(gateway_sessions, "MOST_WAITING_OF_ADDRESS", 1)
     with Gateway(job) as gateway:
         beat, call = raw_call(gateway, "Heartbeat"), raw_call(gateway, "Quorum")
         for name in "xyx":

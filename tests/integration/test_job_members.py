@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import selectors
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -15,7 +13,6 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from helpers import DEADLINE, eventually, in_fork
@@ -28,11 +25,14 @@ from ftcoord.coordination import (
     ManagerClient,
     ManagerServer,
     Observer,
-    managed_group,
+    manager,
     policy,
+    ranks,
 )
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.gateway_sessions import GatewaySessions
+from ftcoord.coordination.ranks import RankBarrier, RankGroup
+from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import kill_key
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.embedded.server import EtcdServer
@@ -164,26 +164,34 @@ def test_a_manager_that_hears_no_orders_any_more_leaves_the_job(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job.manager("a")
-    monkeypatch.setattr(managed_group, "member_of", fail)
+    monkeypatch.setattr(manager, "member_of", fail)
     job.client.put(kill_key(parse_address(job.address).prefix, "nobody"), b"why")
     eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
     eventually(lambda: not job.keys("members/"), "nobody counts on it")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_manager_whose_port_fails_leaves_the_job(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (RankBarrier, "join"),
+        (RankGroup, "result"),
+        (Replica, "ask"),
+        (selectors.DefaultSelector, "select"),
+    ],
+    ids=["a call", "an answer", "the request of the group", "the port"],
+)
+def test_a_manager_whose_port_fails_leaves_the_job(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: tuple[type, str]
+) -> None:
     server = job.manager("a")
-
-    def fail_once(*_: Any) -> None:
-        undo.undo()
-        fail()
-
-    with pytest.MonkeyPatch.context() as undo:
-        undo.setattr(asyncio.SelectorEventLoop, "_run_once", fail_once)
-        with contextlib.suppress(OSError):  # whatever comes to the port wakes its loop
-            address = urlsplit(server.address())
-            socket.create_connection((address.hostname or "", address.port or 0), DEADLINE).close()
-        eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
+    monkeypatch.setattr(ranks, "_local", {})  # so the call goes through the port
+    rank = ManagerClient(server.address(), LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(*broken, fail)
+        with pytest.raises(RuntimeError, match=r"transport error|tcp connect error|was interrupted"):
+            rank._quorum(0, 0, "", False, True, 0, LONG)
+        eventually(lambda: "manager a leaves the job" in caplog.text, "it is logged")
     eventually(lambda: not job.keys("members/"), "nobody counts on it")
 
 

@@ -14,7 +14,7 @@ from rdzv_nodes import keys_under
 from replicas import ReplicaProcess, agreed, managed, replica_processes
 
 from ftcoord.coordination.address import parse_address
-from ftcoord.coordination.quorum_watch import QuorumWatch
+from ftcoord.coordination.observer import QuorumWatch
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import causes_of

@@ -12,9 +12,8 @@ from ftcoord import concurrency
 from ftcoord.coordination import gateway
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.gateway import GatewayKills
-from ftcoord.coordination.gateway_sessions import GatewaySessions
+from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
 from ftcoord.coordination.kills import order_kill
-from ftcoord.coordination.pending_call import PendingCall
 
 LONG = 60.0
 """Seconds, virtual."""

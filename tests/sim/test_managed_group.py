@@ -11,7 +11,7 @@ from worlds import World, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import parse_address
-from ftcoord.coordination.managed_group import REJOIN_PAUSE, ManagedGroup
+from ftcoord.coordination.manager import REJOIN_PAUSE, ManagedGroup
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
 from ftcoord.core.quorum_records import parse_replica

@@ -11,7 +11,8 @@ import builders
 import pytest
 from held import timers_kv
 
-from ftcoord.coordination.rank_frames import encode_call, parse_call
+from ftcoord.coordination.port import Frame
+from ftcoord.coordination.rank_port import encode_call, parse_call
 from ftcoord.coordination.ranks import RankRequest
 from ftcoord.core import quorum_records, rendezvous_records, strict
 from ftcoord.core.heartbeats import Beat, parse_beat
@@ -119,7 +120,7 @@ def test_nor_does_a_rank_send_it_to_a_manager() -> None:
     call = RankRequest(0, 1, "m", False, 0, 5.0, "handle")
     assert parse_call(encode_call(call)) == call
     with pytest.raises(ValueError, match="utf-8"):
-        parse_call(encode_call(call).replace(b'"handle":"handle"', b'"handle":"\\ud800"'))
+        parse_call(Frame("q", encode_call(call).payload.replace(b'"handle":"handle"', b'"handle":"\\ud800"')))
 
 
 def test_what_a_process_cannot_choose_is_written_so_that_others_can_read_it() -> None:

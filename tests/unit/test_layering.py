@@ -76,28 +76,12 @@ FLOORS = (
     "rendezvous.handler",
     "rendezvous.backend rendezvous.init_method rendezvous.torchelastic",
     "rendezvous",
-    (
-        "coordination.address coordination.checks coordination.peers coordination.policy "
-        "coordination.crowd coordination.ranks coordination.splice coordination.tcp "
-        "coordination.tokens coordination.types"
-    ),
-    (
-        "coordination.askers coordination.convert coordination.failure coordination.manager_wire "
-        "coordination.own_place coordination.use"
-    ),
-    (
-        "coordination.connection coordination.lighthouse_wire coordination.native_calls coordination.rank_frames "
-        "coordination.rank_group coordination.replica"
-    ),
-    (
-        "coordination.kills coordination.native_manager coordination.native_ranks "
-        "coordination.observer coordination.quorum_watch coordination.rank_connection coordination.rank_sockets"
-    ),
-    "coordination.lighthouse coordination.manager_client coordination.pending_call coordination.rank_port",
-    "coordination.gateway_limits",
-    "coordination.gateway_sessions",
-    "coordination.gateway coordination.managed_group",
-    "coordination.manager",
+    "coordination.address coordination.checks coordination.port",
+    "coordination.connection coordination.policy coordination.types",
+    "coordination.kills coordination.observer coordination.ranks coordination.replica",
+    "coordination.lighthouse coordination.native coordination.rank_port",
+    "coordination.gateway_sessions coordination.manager coordination.manager_client",
+    "coordination.gateway",
     "coordination",
     "proactive",
     "torchft",
@@ -129,8 +113,8 @@ PURE_CORE |= {"operator", "re", "typing", "urllib"}
 GRPC = {"grpc", "ftcoord.etcd.rpc.quiet_grpc"}
 """Where gRPC comes from: as it is, and without its log lines."""
 TORCHFT_PROTOCOL = {
-    f"ftcoord.coordination.{name}"
-    for name in ("gateway", "manager_wire", "native_calls", "native_ranks", "native_manager")
+    "ftcoord.coordination.gateway",
+    "ftcoord.coordination.native",
 }
 """The other modules that know gRPC: they speak torchft's protocols, and not to etcd."""
 

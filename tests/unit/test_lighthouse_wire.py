@@ -5,7 +5,7 @@ from __future__ import annotations
 import builders
 import pytest
 
-from ftcoord.coordination.lighthouse_wire import quorum_response, read_heartbeat, read_quorum_request
+from ftcoord.coordination.gateway import quorum_response, read_heartbeat, read_quorum_request
 from ftcoord.core.quorum_records import QuorumSeat
 
 CLIENT = bytes.fromhex("0a1e0a0261611204616464721a0273742007280330013a087b2261223a20317d")

@@ -10,8 +10,7 @@ import builders
 import pytest
 
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
-from ftcoord.coordination.use import QuorumUse, asking
+from ftcoord.coordination.policy import HighestSeen, QuorumPolicy, QuorumUse, asking
 from ftcoord.core import layout
 from ftcoord.core.death_records import KnownCause
 from ftcoord.core.quorum import QuorumOptions

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NoReturn
 
 import builders
 import pytest
-from helpers import DEADLINE
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcoord import concurrency
-from ftcoord.coordination.askers import Askers
-from ftcoord.coordination.rank_group import WaitingCall
-from ftcoord.coordination.ranks import MOST_CALLS, RankBarrier, RankRequest, VoteCounter
+from ftcoord.coordination.ranks import RankBarrier, RankRequest, VoteCounter, WaitingCall
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.errors import EtcdUnavailable, ServerError, ThreadNotStarted
+from ftcoord.errors import EtcdUnavailable
 
 
 def ask(rank: int) -> RankRequest:
@@ -102,7 +98,7 @@ acts = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([True, True, False,
 
 @given(acts)
 def test_an_outcome_is_what_the_waiting_calls_said(history: list[tuple[int, bool | None]]) -> None:
-    """None: the rank gives up all of its calls. Of more than MOST_CALLS of a rank the oldest ends."""
+    """None: the rank gives up all of its calls."""
     votes, waiting = VoteCounter(3), dict[Future[bool], tuple[int, bool]]()
     for rank, yes in history:
         if yes is None:
@@ -112,29 +108,11 @@ def test_an_outcome_is_what_the_waiting_calls_said(history: list[tuple[int, bool
             continue
         call = votes.cast(rank, 5, yes)
         waiting[call] = (rank, yes)
-        own = [one for one, (whose, _) in waiting.items() if whose == rank]
-        if len(own) > MOST_CALLS:
-            with pytest.raises(ServerError, match=f"later calls of rank {rank} came"):
-                own[0].result(0)
-            del waiting[own[0]]
         complete = {one for one, _ in waiting.values()} == {0, 1, 2}
         assert {one.done() for one in waiting} == {complete}
         if complete:
             assert {one.result(0) for one in waiting} == {all(said for _, said in waiting.values())}
             waiting.clear()
-
-
-def test_later_requests_of_a_rank_end_its_oldest() -> None:
-    """Anyone who may call could make any number of calls wait."""
-    barrier = RankBarrier(2, Decides())
-    calls = [barrier.join(ask(0))[0] for _ in range(10 * MOST_CALLS)]
-    for one in calls[:-MOST_CALLS]:
-        with pytest.raises(ServerError, match="later calls of rank 0 came"):
-            one.result(0)
-    last, group_ask = barrier.join(ask(1))
-    assert group_ask is not None
-    group_ask.run()
-    assert {one.result(0).number for one in [*calls[-MOST_CALLS:], last]} == {1}
 
 
 def test_a_caller_that_had_gone_before_is_not_waited_for() -> None:
@@ -147,33 +125,3 @@ def test_a_caller_that_had_gone_before_is_not_waited_for() -> None:
         call.wait(began + 10, lambda _when_it_goes: False)
     assert concurrency.now() < began + 10
     assert not votes.cast(1, 5, True).done(), "its vote is taken back"
-
-
-# -- the threads that ask for ranks of other processes ----------------------------------------------------------------
-
-
-def test_where_no_thread_can_be_started_all_ranks_hear_that_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They waited out their whole time. And later, when there are threads again, the next request has one."""
-    barrier, askers = RankBarrier(2, Decides()), Askers(lambda function: function())
-    real = concurrency.thread
-    monkeypatch.setattr(concurrency, "thread", lambda *args: NoThread())
-    for _ in range(2):
-        calls = [barrier.join(ask(rank)) for rank in (0, 1)]
-        (group_ask,) = [found for _, found in calls if found is not None]
-        askers.ask(group_ask)
-        for future, _ in calls:
-            with pytest.raises(ThreadNotStarted):
-                future.result(0)
-    monkeypatch.setattr(concurrency, "thread", real)
-    first, _ = barrier.join(ask(0))
-    second, found = barrier.join(ask(1))
-    assert found is not None
-    askers.ask(found)
-    assert [first.result(DEADLINE).number, second.result(DEADLINE).number] == [1, 1]
-    assert askers._started == 1
-    askers.close()
-
-
-class NoThread:
-    def start(self) -> NoReturn:
-        raise ThreadNotStarted("ftcoord-ask", RuntimeError("there are too many"))
