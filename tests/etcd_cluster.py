@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ftcoord.config import Endpoint
 from ftcoord.embedded.server import HTTP_TIMEOUT, LOOPBACK, POLL_INTERVAL, EtcdServer, PortLost
-from ftcoord.endpoints import Endpoint
 from ftcoord.errors import EtcdError, ServerError
+from ftcoord.etcd.api import EMBEDDED_NAMES
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.release import EMBEDDED_NAMES
 
 logger = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ def _states(pid: int) -> set[str]:
 
 def ask_etcd(endpoint: str, method: str, request: bytes = b"") -> bytes:
     """The answer of a gRPC method of etcd that ftcoord itself does not use; both are protobuf messages."""
-    from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+    from ftcoord.etcd.quiet_grpc import grpc, quiet_grpc
 
     with quiet_grpc(), grpc.insecure_channel(endpoint) as channel:
         return bytes(channel.unary_unary(f"/etcdserverpb.{method}")(request, timeout=DEADLINE))
@@ -66,7 +66,7 @@ def ask_etcd(endpoint: str, method: str, request: bytes = b"") -> bytes:
 
 def set_alarm(endpoint: str, on: bool, member_id: int = 1) -> None:
     """Raise the alarm NOSPACE, as a member does that has no space left, or disarm it."""
-    from ftcoord.etcd.rpc.protobuf import declare
+    from ftcoord.etcd.messages import declare
 
     alarm = declare("tests", {"AlarmRequest": "action 1 int32, member_id 2 uint64, alarm 3 int32"})["AlarmRequest"]
     request = alarm(action=1 if on else 2, member_id=member_id, alarm=1)

@@ -28,7 +28,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from ftcoord.etcd.rpc.addresses import discovered
+    from ftcoord.etcd.addresses import discovered
     from ftcoord.operator.examining import examine
     from ftcoord.operator.findings import findings
 

@@ -17,9 +17,8 @@ from ftcoord import concurrency
 from ftcoord.commands.acting import who
 from ftcoord.commands.flags import ETCD_FLAGS, KEYS_FLAG, Flag, add, etcd_config
 from ftcoord.commands.paging import HOST_NAMES_FLAG, about_page, host_names_of, page_serving, token_of, warn_of
-from ftcoord.config import listen_address, switch, text, whole
+from ftcoord.config import Endpoint, listen_address, switch, text, whole
 from ftcoord.core.layout import KEY_PREFIX
-from ftcoord.endpoints import Endpoint
 from ftcoord.errors import EtcdError
 from ftcoord.logs import show_if_asked, show_log_lines
 from ftcoord.metrics.exporter import (
@@ -180,7 +179,7 @@ def _server(options: argparse.Namespace) -> int:
 
 def _advise(etcd: EtcdServer) -> None:
     """Say what this release of etcd is good for: clients say nothing of it about an etcd that ftcoord started."""
-    from ftcoord.etcd.release import newer_wanted
+    from ftcoord.etcd.api import newer_wanted
 
     with etcd.get_client() as client:
         version = client.version

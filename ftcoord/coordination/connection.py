@@ -14,7 +14,7 @@ from typing import Final
 from ftcoord.coordination.address import SHORTEST_TIMEOUT_MS, Job, parse_address
 from ftcoord.coordination.failure import KNOWN, Failure
 from ftcoord.errors import EtcdError, ForkedProcessError
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import SharedClient
 
 log = logging.getLogger(__name__)
 

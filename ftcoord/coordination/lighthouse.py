@@ -22,7 +22,7 @@ from ftcoord.coordination.kills import order_kill
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import Quorum
 from ftcoord.core.quorum_records import QuorumRequest
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import SharedClient
 from ftcoord.primitives.group.pace import TakeoverToken
 
 SERVER_CONNECT_TIMEOUT: Final = timedelta(seconds=10)

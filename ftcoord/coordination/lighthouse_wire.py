@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from ftcoord.coordination.convert import timestamp
 from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, data_problem
-from ftcoord.etcd.rpc.protobuf import declare
+from ftcoord.etcd.messages import declare
 
 SERVICE: Final = "torchft.LighthouseService"
 

@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.manager_address import parted
-from ftcoord.etcd.rpc.protobuf import declare
-from ftcoord.etcd.rpc.quiet_grpc import grpc
+from ftcoord.etcd.messages import declare
+from ftcoord.etcd.quiet_grpc import grpc
 
 MANAGER_SERVICE: Final = "torchft.ManagerService"
 

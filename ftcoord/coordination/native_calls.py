@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 from ftcoord.coordination.failure import KNOWN, TIMED_OUT, Failure
 from ftcoord.coordination.manager_wire import STATUS_CODES
-from ftcoord.etcd.rpc.quiet_grpc import grpc
+from ftcoord.etcd.quiet_grpc import grpc
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from ftcoord.coordination.failure import TRANSPORT_ERROR, Failure
 from ftcoord.coordination.manager_wire import MANAGER_SERVICE, STATUS_CODES, read, read_result, write
 from ftcoord.coordination.rank_frames import MetadataQuery, RankCall, TimedVote
 from ftcoord.coordination.ranks import RankRequest
-from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+from ftcoord.etcd.quiet_grpc import grpc, quiet_grpc
 
 _OPTIONS: Final = (
     ("grpc.enable_retries", 0),

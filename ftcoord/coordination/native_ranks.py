@@ -17,7 +17,7 @@ from ftcoord.coordination.native_calls import abort, answering, serve, time_left
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.ranks import MOST_CALLS, RankRequest
 from ftcoord.coordination.splice import SpliceEnd
-from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+from ftcoord.etcd.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
 
 SPARE_CALLS: Final = 64

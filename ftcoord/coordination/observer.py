@@ -18,7 +18,7 @@ from ftcoord.core.layout import decided_key, decided_span, member_key, members_s
 from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.etcd.api import Get, KeyValue
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import SharedClient
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.mirror import Mirror

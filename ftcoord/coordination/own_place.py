@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from typing import Final
 
 from ftcoord.coordination.address import Job
-from ftcoord.etcd.rpc.addresses import own_addresses
+from ftcoord.etcd.addresses import own_addresses
 
 log = logging.getLogger(__name__)
 

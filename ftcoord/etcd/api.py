@@ -7,9 +7,9 @@ of etcd's v3 API, https://etcd.io/docs/v3.5/learning/api/.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import Span as Span
@@ -17,6 +17,8 @@ from ftcoord.core.layout import decode_key as decode_key
 from ftcoord.core.layout import encode_key as encode_key
 from ftcoord.core.layout import member_id, member_of
 from ftcoord.errors import RequestRefused
+
+T = TypeVar("T")
 
 
 class KeyValue(NamedTuple):
@@ -132,12 +134,12 @@ def none_newer(span: Span, revision: int) -> Compare:
 
 
 def check_writes(success: Sequence[Op], failure: Sequence[Op]) -> None:
-    """Raises RequestRefused for a transaction that only reads: it could crash etcd, see `etcd/reading.py`."""
+    """Raises RequestRefused for a transaction that only reads: it could crash etcd, see `read_snapshot`."""
     ops = (*success, *failure)
     if ops and all(isinstance(op, Get) for op in ops):
         raise RequestRefused(
             "a transaction that reads must put or delete a key too, in one of its branches: etcd before 3.5.7 crashes"
-            " when the client of one that only reads goes away. Read with ftcoord.etcd.reading.read_snapshot"
+            " when the client of one that only reads goes away. Read with ftcoord.etcd.api.read_snapshot"
         )
 
 
@@ -370,3 +372,75 @@ class KeyCalls(abc.ABC):
         Takes a Span, not a key. Raises OutcomeUnknown when the answer was lost, and else as `txn`.
         """
         return self.txn((), (Delete(span),), timeout=timeout).deleted(0)
+
+
+ATTEMPTS: Final = 3
+"""How often a snapshot is read before giving up: etcd may compact its revision meanwhile."""
+PAGE: Final = 1000
+"""Keys per request: a few hundred kilobytes."""
+
+
+class SnapshotReader:
+    """Reads etcd at the revision of the first read. Not thread-safe. See `read_snapshot`."""
+
+    def __init__(self, read: Callable[[Get], RangeResult]) -> None:
+        self._read = read
+        self.revision = 0
+        """The revision of all reads; 0 before the first."""
+
+    def range(self, get: Get) -> RangeResult:
+        """The result of one read; the Get's own `revision` is ignored. Raises EtcdError."""
+        found = self._read(replace(get, revision=self.revision))
+        self.revision = self.revision or found.revision
+        return found
+
+    def ranges(self, gets: Iterable[Get]) -> list[RangeResult]:
+        """The result of each read, with one request for each. Raises EtcdError."""
+        return [self.range(get) for get in gets]
+
+    def pages(self, span: Span) -> list[KeyValue]:
+        """All keys of a span, one request for each thousand. Raises EtcdError."""
+        kvs = list[KeyValue]()
+        rest = span
+        while True:
+            found = self.range(Get(rest, limit=PAGE))
+            kvs += found.kvs
+            if found.count <= len(found.kvs):
+                return kvs
+            rest = Span(f"{kvs[-1].key}\0", stop=decode_key(span.end))
+
+
+def read_snapshot(read: Callable[[Get], RangeResult], look: Callable[[SnapshotReader], T]) -> T:
+    """What `look` returns for etcd at one revision. It is called again if etcd compacts that revision meanwhile.
+
+    etcd answers a transaction of several reads at one revision. But versions before 3.5.7 crash when the client of such
+    a transaction goes away before the answer (https://github.com/etcd-io/etcd/issues/14110 and /14891). So the first
+    read here fixes the revision, and the others name it.
+
+    Args:
+        read: `Etcd.range`, or a function that repeats it until it is answered.
+        look: reads, and changes nothing.
+
+    Raises EtcdError, and what `read` and `look` raise.
+    """
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            return look(SnapshotReader(read))
+        except RequestRefused:
+            if not left:
+                raise
+    raise AssertionError("no attempt was made")
+
+
+FLOORS: Final[dict[tuple[int, ...], tuple[int, ...]]] = {(3, 5): (3, 5, 28), (3, 6): (3, 6, 9)}
+"""The oldest version of each minor version in which the lease, watch and stale-read bugs that matter here are fixed."""
+
+EMBEDDED_NAMES: Final = "ftcoord-"
+"""The prefix of the names of members that ftcoord started. Clients in other processes recognize them by it."""
+
+
+def newer_wanted(version: str) -> str | None:
+    """The version to use instead of this one in real runs; None if this one is new enough."""
+    numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
+    floor = FLOORS.get(numbers[:2], (3, 5, 28))
+    return ".".join(map(str, floor)) if numbers < floor else None

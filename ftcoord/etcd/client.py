@@ -1,18 +1,24 @@
-"""EtcdClient: etcd's v3 API over gRPC, with deadlines and failover. It never applies a write twice."""
+"""Clients of etcd's v3 API. They never apply a write twice."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
-from ftcoord.config import EtcdConfig
-from ftcoord.errors import EtcdError, LeaseLost
+from ftcoord.config import EtcdConfig, full_text, key_path
+from ftcoord.core.layout import KEY_PREFIX, run_prefix
+from ftcoord.errors import NO_ETCD, ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, WrongEndpoint
+from ftcoord.etcd import messages
 from ftcoord.etcd.api import (
+    EMBEDDED_NAMES,
     Compare,
+    Etcd,
     Get,
     KeyCalls,
     Lease,
@@ -21,13 +27,14 @@ from ftcoord.etcd.api import (
     RangeResult,
     Span,
     TxnResult,
+    Watch,
     WatchItem,
+    newer_wanted,
 )
-from ftcoord.etcd.release import EMBEDDED_NAMES, newer_wanted
-from ftcoord.etcd.rpc import messages
-from ftcoord.etcd.rpc.codec import range_request, range_result, txn_request, txn_result
-from ftcoord.etcd.rpc.transport import Transport
-from ftcoord.etcd.rpc.watch import Watcher, WatchHub
+from ftcoord.etcd.messages import range_request, range_result, txn_request, txn_result
+from ftcoord.etcd.transport import CLIENT_CLOSED, Transport
+from ftcoord.etcd.watch import Watcher, WatchHub
+from ftcoord.fork import OwnerProcess
 
 log = logging.getLogger(__name__)
 
@@ -262,3 +269,175 @@ def _warn_below_floor(version: str) -> None:
     if wanted is not None and version not in _warned_of:
         _warned_of.add(version)
         log.warning("etcd %s has known lease and watch bugs; use %s or newer for real training runs", version, wanted)
+
+
+FIRST_ATTEMPT: Final = 5.0
+"""The most seconds for the first attempt to reach etcd: then a log line tells why it failed. Each later attempt may
+take as much more, up to `request_timeout`."""
+
+
+class _Clients:
+    """The clients of this process, which it keeps until its end. A forked child starts with none."""
+
+    def __init__(self) -> None:
+        self._lock = concurrency.lock("_Clients._lock")  # guards _known
+        self._known: dict[EtcdConfig, EtcdClient] = {}
+
+    def of(self, config: EtcdConfig) -> EtcdClient:
+        with self._lock:
+            return self._known.get(config) or self._known.setdefault(config, EtcdClient(config))
+
+
+class SharedClient(KeyCalls, Closing):
+    """The process's client for `config`, for one of its users. Implements `ftcoord.etcd.api.Etcd`. Thread-safe.
+
+    It owns no thread and no connection. `close()` ends its watches; after that every call raises ClientClosed. Making
+    one raises ConfigError when a TLS file cannot be read, and ForkedProcessError, see `EtcdClient`.
+    """
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self.config = config
+        self._owner = OwnerProcess("this etcd client belongs to the parent process")
+        self._shared = concurrency.of_process(_Clients).of(config)  # never changes
+        self._closed = False  # any thread; becomes True once
+        # Any thread, one step of a dict at a time: `watch()` looks at `_closed` after it has put its own.
+        self._watched: dict[_Watched, Callable[[WatchItem], None]] = {}
+
+    @property
+    def _client(self) -> EtcdClient:
+        if self._closed:
+            raise ClientClosed(CLIENT_CLOSED)
+        return self._shared
+
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        return self._client.range(get, timeout=timeout)
+
+    def txn(
+        self,
+        compares: Sequence[Compare],
+        success: Sequence[Op],
+        failure: Sequence[Op] = (),
+        *,
+        timeout: float | None = None,
+    ) -> TxnResult:
+        return self._client.txn(compares, success, failure, timeout=timeout)
+
+    def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
+        return self._client.grant(ttl, timeout=timeout)
+
+    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+        return self._client.renew(lease_id, timeout=timeout)
+
+    def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
+        self._client.revoke(lease_id, timeout=timeout)
+
+    def status(self, *, timeout: float | None = None) -> Status:
+        return self._client.status(timeout=timeout)
+
+    def await_answer(self, timeout: float, limit: str) -> None:
+        """Wait until etcd answers, for `timeout` seconds: pods start in any order. Logs every few seconds that it does
+        not.
+
+        What waiting cannot mend (a refused login, a certificate that is not trusted) is raised after the first attempt.
+        `limit` is the name of the setting that the timeout comes from. Raises EtcdError.
+        """
+        config = self.config
+        left, told_at = timeout, -math.inf
+        deadline = concurrency.now() + timeout
+        for attempt in itertools.count(1):
+            try:
+                self.status(timeout=min(config.request_timeout, attempt * FIRST_ATTEMPT, left))
+            except WrongEndpoint:
+                raise
+            except EtcdUnavailable as error:
+                now = concurrency.now()
+                left = deadline - now
+                if left <= 0:
+                    raise
+                if now - told_at >= FIRST_ATTEMPT:
+                    log.warning("%s; trying again for %.0f s (%s)", unusable(config, error), left, limit)
+                    told_at = now
+            else:
+                return
+
+    def watch(
+        self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
+    ) -> Watch:
+        watch = self._client.watch(span, start_revision, deliver, deletes_only=deletes_only)
+        watched = _Watched(watch, self._watched)
+        self._watched[watched] = deliver
+        if self._closed:  # meanwhile: `close()` may not have seen this one
+            watched.cancel()
+            raise ClientClosed(CLIENT_CLOSED)
+        return watched
+
+    def close(self) -> None:
+        """End the watches. Idempotent; does nothing in a forked child."""
+        if self._closed or not self._owner.is_current:
+            return
+        self._closed = True
+        for watched in list(self._watched):
+            if (deliver := self._watched.get(watched)) is not None:
+                watched.cancel()
+                deliver(ClientClosed(CLIENT_CLOSED))
+
+
+class _Watched:
+    """A watch of one user. Cancelling removes it there."""
+
+    def __init__(self, watch: Watch, watched: dict[_Watched, Callable[[WatchItem], None]]) -> None:
+        self._watch, self._watched = watch, watched
+
+    def cancel(self) -> None:
+        self._watched.pop(self, None)
+        self._watch.cancel()
+
+
+def unusable(config: EtcdConfig, error: EtcdError) -> str:
+    """Why etcd cannot be used. Names each endpoint once, if there is only one."""
+    if len(config.endpoints) == 1 and str(error).startswith(NO_ETCD):
+        return str(error)
+    problem = NO_ETCD if isinstance(error, EtcdUnavailable) else "cannot use etcd at"
+    return f"{problem} {config.describe()}: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace(Closing):
+    """The prefix and the client of a run.
+
+    Args:
+        prefix: the prefix of the run's keys.
+        etcd: the client of the run's etcd.
+        own: the same client, if it is to be closed with this.
+    """
+
+    prefix: str
+    etcd: Etcd
+    own: SharedClient | None = None
+
+    @classmethod
+    def open(
+        cls, run: object, etcd: Etcd | EtcdConfig | str | Sequence[str] | None, key_prefix: object = KEY_PREFIX
+    ) -> Namespace:
+        """Check the arguments, then make a client if none is given.
+
+        Args:
+            run: the run's id, as in `--rdzv-id`.
+            etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and related
+                variables.
+            key_prefix: the `key_prefix` of `rdzv_conf`.
+
+        Raises ConfigError before any socket is opened.
+        """
+        prefix = run_prefix(
+            key_path("key_prefix", key_prefix), full_text("run", run, "give the run's id, as in torchrun's --rdzv-id")
+        )
+        if hasattr(etcd, "txn"):
+            return cls(prefix, cast(Etcd, etcd))
+        client = SharedClient(EtcdConfig.of(cast(str, etcd)))
+        return cls(prefix, client, client)
+
+    def close(self) -> None:
+        """Close the client, if it was made here. Idempotent."""
+        if self.own is not None:
+            self.own.close()

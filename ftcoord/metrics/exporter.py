@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from ftcoord import concurrency, files
 from ftcoord.closing import Closing
-from ftcoord.config import exposure, text, variable, whole
-from ftcoord.endpoints import parse_host
+from ftcoord.config import exposure, parse_host, text, variable, whole
 from ftcoord.errors import ConfigError, ServerError, ThreadNotStarted
 from ftcoord.escaping import redacted
 from ftcoord.fork import OwnerProcess

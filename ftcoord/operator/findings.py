@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ftcoord.etcd.api import MemberStatus
-from ftcoord.etcd.release import newer_wanted
+from ftcoord.etcd.api import MemberStatus, newer_wanted
 from ftcoord.operator.told import FORMAT, Examination, Finding
 
 OK, HINT, PROBLEM = "ok", "hint", "problem"

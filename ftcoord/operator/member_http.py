@@ -11,8 +11,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.config import Tls
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Endpoint, Tls
 
 MOST_READ: Final = 4 * 1024 * 1024
 """The most bytes of an answer; a member's metrics take about 100 kB."""

@@ -13,8 +13,7 @@ from ftcoord.core.layout import (
     spans_but_history,
     timers_span,
 )
-from ftcoord.etcd.api import EtcdCalls, Get, KeyValue
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
+from ftcoord.etcd.api import EtcdCalls, Get, KeyValue, SnapshotReader, read_snapshot
 from ftcoord.operator.job_keys import JobKeys, LeaseTime, keys_of, spans_of
 
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from ftcoord.core.death_records import parse_death
 from ftcoord.core.layout import Span, death_key, member_id
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import EtcdCalls, KeyValue
-from ftcoord.etcd.reading import read_snapshot
+from ftcoord.etcd.api import EtcdCalls, KeyValue, read_snapshot
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError, EtcdError
 from ftcoord.escaping import redacted
-from ftcoord.etcd.shared import SharedClient, unusable
+from ftcoord.etcd.client import SharedClient, unusable
 from ftcoord.logs import show_log_lines
 from ftcoord.metrics.exporter import MetricsAddress
 from ftcoord.rendezvous.bootstrap import check_local_addr

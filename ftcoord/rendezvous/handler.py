@@ -34,8 +34,8 @@ from ftcoord.core.rendezvous_records import AnyRound
 from ftcoord.core.timers import TimerInfo
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ThreadNotStarted
+from ftcoord.etcd.client import SharedClient
 from ftcoord.etcd.retry import UNANSWERED
-from ftcoord.etcd.shared import SharedClient
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
 from ftcoord.metrics.exporter import MetricsAddress, serve_process

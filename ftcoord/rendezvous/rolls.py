@@ -20,8 +20,7 @@ from ftcoord.core.rendezvous_records import (
 )
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Etcd, Get
-from ftcoord.etcd.reading import read_snapshot
+from ftcoord.etcd.api import Etcd, Get, read_snapshot
 from ftcoord.primitives.group.policy import View
 
 

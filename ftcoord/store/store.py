@@ -37,14 +37,15 @@ from ftcoord.etcd.api import (
     Op,
     Put,
     RangeResult,
+    SnapshotReader,
     Span,
     absent,
     exists,
+    read_snapshot,
     unchanged,
 )
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
+from ftcoord.etcd.client import SharedClient
 from ftcoord.etcd.retry import retry_until_answered
-from ftcoord.etcd.shared import SharedClient
 from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Fence, Made
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 from ftcoord.store.tries import Tries

@@ -9,8 +9,7 @@ from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.errors import EtcdAuthError
-from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, WatchItem
-from ftcoord.etcd.reading import read_snapshot
+from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, WatchItem, read_snapshot
 from ftcoord.etcd.retry import backoff, retry_until_answered
 from ftcoord.primitives.exactly_once import Fence, round_over
 

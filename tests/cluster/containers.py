@@ -12,9 +12,8 @@ from typing import Any
 from clusters import SIZE
 from helpers import DEADLINE, eventually
 
-from ftcoord.config import EtcdConfig
+from ftcoord.config import Endpoint, EtcdConfig
 from ftcoord.embedded.server import ReservedPort
-from ftcoord.endpoints import Endpoint
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
 

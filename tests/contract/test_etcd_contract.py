@@ -15,8 +15,9 @@ from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, Compacted, LeaseLost, RequestRefused, Rewound
-from ftcoord.etcd import reading
+from ftcoord.etcd import api
 from ftcoord.etcd.api import (
+    ATTEMPTS,
     Batch,
     Began,
     Compare,
@@ -26,14 +27,15 @@ from ftcoord.etcd.api import (
     Op,
     Put,
     RangeResult,
+    SnapshotReader,
     Span,
     WatchItem,
     absent,
     exists,
+    read_snapshot,
     unchanged,
 )
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.reading import ATTEMPTS, SnapshotReader, read_snapshot
 
 Client: TypeAlias = "EtcdClient | MemoryClient"
 KINDS = ["etcd", "memory"]
@@ -144,7 +146,7 @@ def test_a_snapshot_is_given_up_when_etcd_compacts_each_time(empty: Client, pref
 
 
 def test_the_pages_of_a_snapshot_are_all_its_keys(client: Client, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PAGE", 2)
+    monkeypatch.setattr(api, "PAGE", 2)
     keys = [f"{prefix}/a/{number}" for number in range(5)]
     client.txn((), [Put(key, b"") for key in [*keys, f"{prefix}/b"]])
     for span, expected in [

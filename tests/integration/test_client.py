@@ -26,11 +26,10 @@ from ftcoord.config import Credentials, EtcdConfig
 from ftcoord.embedded import server as server_module
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
+from ftcoord.etcd import api, messages
 from ftcoord.etcd import client as client_module
-from ftcoord.etcd import release
 from ftcoord.etcd.api import Get, KeyValue, Put, RangeResult, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc import messages
 from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, write_once
 
 
@@ -70,7 +69,7 @@ def test_an_old_etcd_is_warned_of_unless_ftcoord_started_it(
     client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "_warned_of", set())
-    monkeypatch.setattr(release, "FLOORS", dict.fromkeys(itertools.product(range(3, 5), range(20)), (99,)))
+    monkeypatch.setattr(api, "FLOORS", dict.fromkeys(itertools.product(range(3, 5), range(20)), (99,)))
     caplog.set_level(logging.WARNING, "ftcoord")
     status = client.status()
     assert status.leader_id == status.member_id

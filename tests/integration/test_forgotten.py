@@ -25,10 +25,10 @@ from helpers import DEADLINE, eventually
 from ftcoord import concurrency
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdAuthError, ThreadNotStarted
+from ftcoord.etcd import messages
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc import messages
-from ftcoord.etcd.rpc.transport import Transport
-from ftcoord.etcd.rpc.watch import WatchHub
+from ftcoord.etcd.transport import Transport
+from ftcoord.etcd.watch import WatchHub
 
 pytestmark = pytest.mark.sentinel
 PUBLIC_MODULES = ("ftcoord", "ftcoord.coordination", "ftcoord.timer", "ftcoord.store")

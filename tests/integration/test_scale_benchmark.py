@@ -14,8 +14,7 @@ from benchmarks.agents import AT_ONCE, Host
 from benchmarks.metrics import Holdings
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd.api import Get, RangeResult, Span
-from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import EtcdClient, SharedClient
 
 PATIENCE = 120.0
 

@@ -23,10 +23,8 @@ from etcd_cluster import EtcdCluster, FragileEtcd, Member, state_of
 from helpers import DEADLINE, eventually, freeze, own_port
 
 import ftcoord
-from ftcoord.config import Credentials, EtcdConfig
-from ftcoord.embedded.binary import find_etcd
-from ftcoord.embedded.server import EtcdServer, set_login
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Credentials, Endpoint, EtcdConfig
+from ftcoord.embedded.server import EtcdServer, find_etcd, set_login
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdNoSpace, ForkedProcessError, ServerError
 from ftcoord.etcd.client import EtcdClient
 

@@ -13,8 +13,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed
 from ftcoord.etcd.api import Began, Span
-from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import EtcdClient, SharedClient
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from ftcoord import cli
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer, ReservedPort
 from ftcoord.errors import ConfigError, EtcdUnavailable, WrongEndpoint
+from ftcoord.etcd.addresses import own_addresses
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.addresses import own_addresses
 from ftcoord.rendezvous.create import connect
 
 __all__ = ["authority", "node", "secure"]  # fixtures
@@ -141,9 +141,7 @@ def test_commands_and_the_doctor(names: NameServer, etcd: EtcdServer, capsys: py
 def test_the_address_of_this_host_is_that_towards_a_member(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
     names.records[f"{PLAIN}.etcd.example"] = [("localhost", 1), ("nowhere.invalid", 2)]
     towards: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        "ftcoord.etcd.rpc.addresses.address_towards", lambda *place: towards.append(place) or "10.0.0.7"
-    )
+    monkeypatch.setattr("ftcoord.etcd.addresses.address_towards", lambda *place: towards.append(place) or "10.0.0.7")
     assert list(own_addresses(EtcdConfig.load("srv://etcd.example", env={}))) == ["10.0.0.7"]
     assert towards == [("nowhere.invalid", 2)]
     assert list(own_addresses(EtcdConfig.load("srv://other.example", env={}))) == []
@@ -174,6 +172,6 @@ def test_a_service_of_another_name_is_refused() -> None:
 
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcoord.endpoints.find_spec", lambda name: None)
+    monkeypatch.setattr("ftcoord.config.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'ftcoord\[srv\]'"):
         EtcdConfig.load("srv://etcd.example", env={})

@@ -21,7 +21,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed, ThreadNotStarted
 from ftcoord.etcd.api import Began, Lease, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.watch import WatchHub
+from ftcoord.etcd.watch import WatchHub
 from ftcoord.heartbeat import Heartbeat
 from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.leased_key import LeasedKey

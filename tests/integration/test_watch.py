@@ -18,15 +18,14 @@ from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, Seen, eventually, own_port
 
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.binary import find_etcd
-from ftcoord.embedded.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer, find_etcd
 from ftcoord.errors import EtcdAuthError, EtcdUnavailable, LeaseLost, OutcomeUnknown, Rewound
+from ftcoord.etcd import messages
+from ftcoord.etcd import watch as watch_module
 from ftcoord.etcd.api import Batch, Began, Delete, Get, KeyValue, Put, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc import messages
-from ftcoord.etcd.rpc import watch as watch_module
-from ftcoord.etcd.rpc.transport import Transport
-from ftcoord.etcd.rpc.watch import Watcher, WatchHub
+from ftcoord.etcd.transport import Transport
+from ftcoord.etcd.watch import Watcher, WatchHub
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.write_once import write_once
 

@@ -26,8 +26,9 @@ FLOORS = (
     "errors",
     "closing log_once python_queue",
     "concurrency",
-    "endpoints files fork proc pool",
-    "config job_url metrics.http metrics.process",
+    "files fork proc pool",
+    "config metrics.http metrics.process",
+    "job_url",
     "metrics.exporter logs",
     "core.strict core.layout core.outlook core.takeover core.lease core.vote core.store_values",
     "core.manager_address",
@@ -39,17 +40,12 @@ FLOORS = (
     "core.forming",
     "core.rendezvous core.quorum core.recovery core.timers core.heartbeats core.losses",
     "core.quorum_history core.bystanders",
-    "etcd.api etcd.release",
-    "etcd.retry etcd.reading",
-    "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback etcd.rpc.addresses",
-    "etcd.rpc.messages etcd.rpc.errors",
-    "etcd.rpc.codec",
-    "etcd.rpc.transport",
-    "etcd.rpc.watch",
+    "etcd.api",
+    "etcd.retry etcd.addresses etcd.quiet_grpc",
+    "etcd.messages",
+    "etcd.transport",
+    "etcd.watch",
     "etcd.client",
-    "etcd.shared",
-    "etcd.namespace",
-    "embedded.binary embedded.process",
     "embedded.server",
     "primitives.sentinel_orders primitives.sentinel_pipe",
     "primitives.orphans",
@@ -151,7 +147,7 @@ PURE_CORE |= {"operator", "typing", "urllib"}
 """All that `core/` may import: no clock, thread, socket, log, file, chance, torch or gRPC among them."""
 
 
-GRPC = {"grpc", "ftcoord.etcd.rpc.quiet_grpc"}
+GRPC = {"grpc", "ftcoord.etcd.quiet_grpc"}
 """Where gRPC comes from: as it is, and without its log lines."""
 TORCHFT_PROTOCOL = {
     f"ftcoord.coordination.{name}"
@@ -251,7 +247,7 @@ def test_primitives_work_on_any_etcd() -> None:
     def needs(module: str) -> Set[str]:
         known = {name for name in imports(module) if name.startswith("ftcoord.etcd.")}
         program = {"ftcoord.etcd.client"} if module == "ftcoord.primitives.sentinel_main" else set()
-        return known - {"ftcoord.etcd.api", "ftcoord.etcd.retry", "ftcoord.etcd.reading"} - program
+        return known - {"ftcoord.etcd.api", "ftcoord.etcd.retry"} - program
 
     assert offenders([m for m in MODULES if m.startswith("ftcoord.primitives.")], needs) == {}
 
@@ -312,7 +308,7 @@ TELLING = [
 
 
 def test_what_operators_are_told_is_pure() -> None:
-    known = {"ftcoord.etcd.api", "ftcoord.etcd.release", *TELLING}
+    known = {"ftcoord.etcd.api", *TELLING}
     ours = {module: {name for name in imports(module) if name.startswith("ftcoord")} for module in TELLING}
     assert offenders(TELLING, lambda module: tops(imports(module) - ours[module]) - PURE_CORE) == {}
     foreign = {module: {one for one in ours[module] if part_of(one) not in {"core", "errors"}} for module in TELLING}
@@ -368,13 +364,13 @@ def test_each_command_is_in_the_module_that_is_loaded_for_it() -> None:
             assert set(commands.choices) == {*has, "completion"}, family
 
 
-def test_only_etcd_rpc_and_torchfts_protocols_know_grpc() -> None:
-    others = [m for m in MODULES if not m.startswith("ftcoord.etcd.rpc") and m not in TORCHFT_PROTOCOL]
+def test_only_the_etcd_client_and_torchfts_protocols_know_grpc() -> None:
+    others = [m for m in MODULES if not m.startswith("ftcoord.etcd.") and m not in TORCHFT_PROTOCOL]
     assert offenders(others, lambda m: {one for one in imports(m) if one.split(".")[0] == "grpc" or one in GRPC}) == {}
 
 
 def test_grpc_is_loaded_without_its_log_lines() -> None:
-    assert [m for m in MODULES if "grpc" in imports(m)] == ["ftcoord.etcd.rpc.quiet_grpc"]
+    assert [m for m in MODULES if "grpc" in imports(m)] == ["ftcoord.etcd.quiet_grpc"]
 
 
 def test_the_library_parts_need_no_torch() -> None:

@@ -11,8 +11,8 @@ from virtual import Scheduler
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdAuthError
-from ftcoord.etcd.rpc import messages
-from ftcoord.etcd.rpc.transport import LONGEST_LOGIN_PAUSE, Member, Transport
+from ftcoord.etcd import messages
+from ftcoord.etcd.transport import LONGEST_LOGIN_PAUSE, Member, Transport
 
 
 class Refusal(grpc.RpcError):

@@ -15,8 +15,7 @@ from helpers import pem
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ftcoord.config import Credentials, EtcdConfig, Tls
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
 from ftcoord.errors import ConfigError
 from ftcoord.rendezvous.settings import RendezvousSettings
 

@@ -13,8 +13,7 @@ from typing import Final, Generic, TypeVar
 from ftcoord import concurrency
 from ftcoord.core.outlook import Next, Outlook, Standing
 from ftcoord.errors import EtcdError, LeaseLost, StateError
-from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
+from ftcoord.etcd.api import Etcd, Get, KeyValue, SnapshotReader, Span, read_snapshot
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 from ftcoord.logs import ending
 from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Incarnations, Membership, ParticipantOptions

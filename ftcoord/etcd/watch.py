@@ -26,12 +26,12 @@ from ftcoord.errors import (
     Rewound,
     ThreadNotStarted,
 )
+from ftcoord.etcd import messages
 from ftcoord.etcd.api import Batch, Began, Event, Span, WatchItem, encode_key
+from ftcoord.etcd.messages import key_value
+from ftcoord.etcd.quiet_grpc import grpc
 from ftcoord.etcd.retry import backoff
-from ftcoord.etcd.rpc import errors, messages
-from ftcoord.etcd.rpc.codec import key_value
-from ftcoord.etcd.rpc.quiet_grpc import grpc
-from ftcoord.etcd.rpc.transport import CLIENT_CLOSED, Transport, failure_of
+from ftcoord.etcd.transport import CLIENT_CLOSED, Transport, failure_of
 
 log = logging.getLogger(__name__)
 
@@ -242,19 +242,19 @@ class WatchHub:
             return
         member = stream.member
         failure = failure_of(error)
-        if errors.blames_member(failure):
+        if messages.blames_member(failure):
             self._transport.blame(member)
-        if errors.is_stale_token(failure.details):
+        if messages.is_stale_token(failure.details):
             self._transport.forget_token(stream.token)
         log.debug(
-            "watch stream of %s ended: %s", member.name, errors.translate(failure, write=False, where=member.name)
+            "watch stream of %s ended: %s", member.name, messages.translate(failure, write=False, where=member.name)
         )
 
     def _handle(self, stream: _Stream, response: Any) -> None:
         watch_id = stream.note_answer(response)
         with self._lock:
             source = self._sources.get(watch_id)
-        if response.canceled and stream.token is not None and errors.is_stale_token(response.cancel_reason):
+        if response.canceled and stream.token is not None and messages.is_stale_token(response.cancel_reason):
             self._log_in_again(stream)
         elif source is None:
             return
@@ -298,7 +298,7 @@ class WatchHub:
         elif "permission denied" in reason and stream.token is not None and not source.denied:
             source.denied = True  # etcd before 3.5.5 says the same if a token has expired
             self._log_in_again(stream)
-        elif errors.is_stale_token(reason) or "permission denied" in reason:
+        elif messages.is_stale_token(reason) or "permission denied" in reason:
             self._fail(source, EtcdAuthError(f"watching {source.span.start!r}: {reason}; {self._advice()}"))
         else:
             log.debug("watch on %r cancelled by etcd (%s); opening it again", source.span.start, reason or "no reason")

@@ -20,12 +20,10 @@ from ftcoord.errors import (
     EtcdUnavailable,
     OutcomeUnknown,
 )
+from ftcoord.etcd import messages
+from ftcoord.etcd.addresses import Address, Addresses
+from ftcoord.etcd.quiet_grpc import GrpcThreads, grpc, quiet_grpc
 from ftcoord.etcd.retry import retry
-from ftcoord.etcd.rpc import errors, messages
-from ftcoord.etcd.rpc.addresses import Address, Addresses
-from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
-from ftcoord.etcd.rpc.rollback import RollbackDetector
-from ftcoord.etcd.rpc.threads import GrpcThreads
 from ftcoord.fork import OwnerProcess
 from ftcoord.metrics import process as metrics
 
@@ -325,12 +323,12 @@ class Transport:
         except grpc.RpcError as error:
             log.debug("a call of etcd at %s failed: %r", member.name, error)
             failure = failure_of(error)
-            if errors.blames_member(failure):
+            if messages.blames_member(failure):
                 self.blame(member, silent=_shows_silence(failure, member, began))
-            if self.config.credentials and errors.is_stale_token(failure.details):
+            if self.config.credentials and messages.is_stale_token(failure.details):
                 self.forget_token(token)
                 raise _LoginRanOut(f"etcd at {member.name}: the login ran out: {failure.details}") from None
-            raise errors.translate(failure, write=write, where=member.name) from None
+            raise messages.translate(failure, write=write, where=member.name) from None
         except ValueError:  # gRPC raises it if close() was faster than the call: nothing was sent
             if not self.closed.is_set():
                 raise
@@ -383,12 +381,12 @@ class _Refusals:
         return token
 
 
-def failure_of(error: grpc.RpcError) -> errors.CallFailure:
+def failure_of(error: grpc.RpcError) -> messages.CallFailure:
     """The failure in gRPC's error."""
-    return errors.CallFailure(error.code().name, error.details() or "")
+    return messages.CallFailure(error.code().name, error.details() or "")
 
 
-def _shows_silence(failure: errors.CallFailure, member: Member, began: float) -> bool:
+def _shows_silence(failure: messages.CallFailure, member: Member, began: float) -> bool:
     """Whether a call that began at that time shows that a member's connection does not work: a short one may just have
     met a busy etcd."""
     waited = concurrency.now() - began
@@ -422,3 +420,55 @@ class _Pem:
 
     def credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+
+class RollbackDetector:
+    """What one client knows about its etcd. Thread-safe.
+
+    It only logs. No decision depends on it: every effect is guarded by revisions, and numbers continue from the highest
+    that a live member knows.
+    """
+
+    def __init__(self) -> None:
+        # Written with the lock held. Read without it: a stale value only costs a look with the lock held.
+        self._lock = concurrency.lock("RollbackDetector._lock")
+        self._cluster = 0  # its id; 0 before the first answer
+        self._revision = 0
+
+    @property
+    def revision(self) -> int:
+        """The highest revision of a linearizable answer: no later request gets a lower one."""
+        return self._revision
+
+    def note(self, header: Any, known: int | None, where: str) -> None:
+        """Note an answer's header.
+
+        Args:
+            known: `revision` before a linearizable call was made; None for others, which may lag.
+            where: the member that answered.
+        """
+        if not header.cluster_id:  # of the grpc-proxy of etcd 3.5.1, for leases
+            return
+        if header.cluster_id == self._cluster and (known is None or known <= header.revision == self._revision):
+            return
+        with self._lock:
+            before, self._cluster = self._cluster, header.cluster_id
+            if before not in (0, header.cluster_id):
+                self._revision = 0
+                log.error(
+                    "etcd at %s belongs to another cluster (%x) than before (%x): check the endpoints; what the old one"
+                    " held is not there",
+                    where,
+                    header.cluster_id,
+                    before,
+                )
+            elif known is not None and header.revision < known <= self._revision:
+                self._revision = header.revision
+                log.error(
+                    "etcd at %s is at revision %d and was at %d before: its data was lost, or restored from a backup",
+                    where,
+                    header.revision,
+                    known,
+                )
+            elif known is not None:
+                self._revision = max(self._revision, header.revision)
