@@ -270,23 +270,23 @@ class Watch(Protocol):
         """Stop it; idempotent. Nothing is delivered after this returns, except by a call already in progress."""
 
 
-class Renews(Protocol):
-    """Keeps leases alive: the part of `Etcd` that a kept lease needs."""
+class Etcd(abc.ABC):
+    """A client of etcd. Reads are linearizable.
 
-    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        """See `Etcd`."""
+    Every call ends within `timeout` seconds; None stands for the client's default. Calls raise subclasses of EtcdError:
+    EtcdUnavailable when the call had no effect, OutcomeUnknown when a write may have had one, EtcdAuthError when etcd
+    refuses the login or a permission, RequestRefused when the request is too large or malformed, ClientClosed when the
+    client was closed.
+    """
 
+    config: EtcdConfig | None
+    """How another process reaches the same etcd; None if none can."""
 
-class EtcdCalls(Protocol):
-    """The unary calls: the part of `Etcd` that a small client has too. See `Etcd` for what all of them promise."""
-
-    @property
-    def config(self) -> EtcdConfig | None:
-        """How another process reaches the same etcd; None if none can."""
-
+    @abc.abstractmethod
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        """Read a span. Raises RequestRefused when etcd has compacted the revision that `get` names."""
+        """Read a span of keys. Raises RequestRefused when etcd has compacted the revision that `get` names."""
 
+    @abc.abstractmethod
     def txn(
         self,
         compares: Sequence[Compare],
@@ -298,80 +298,58 @@ class EtcdCalls(Protocol):
         """Run `success` if all `compares` hold, else `failure`, as one atomic transaction.
 
         With an empty `failure`, a guard that does not hold changes nothing: the result is not `succeeded`, and has no
-        `results`. Raises OutcomeUnknown and EtcdNoSpace when the write may have happened, LeaseLost when a Put names a
-        lease that is gone, and RequestRefused for a transaction that only reads or is too large.
+        `results`. Raises OutcomeUnknown (the write may have happened: read before you repeat it), EtcdNoSpace,
+        LeaseLost when a Put names a lease that is gone, and RequestRefused also for a transaction of Gets only, which
+        could crash etcd before 3.5.7.
         """
 
+    @abc.abstractmethod
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
-        """Take a new lease of `ttl` seconds. If the answer is lost, that lease holds no keys, and expires."""
+        """Take a new lease of `ttl` seconds; etcd may grant a longer TTL, see the result. Nobody renews it: see
+        `Session`. If the answer is lost, that lease holds no keys, and expires."""
 
+    @abc.abstractmethod
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        """Renew a lease once; returns the TTL granted, in seconds. Raises LeaseLost."""
+        """Renew a lease once; returns the TTL granted, in seconds. Raises LeaseLost when it expired or was revoked."""
 
+    @abc.abstractmethod
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
         """Revoke a lease, which deletes its keys. Revoking a lease that is already gone is no error."""
 
-
-class Etcd(EtcdCalls, Protocol):
-    """A client of etcd. Reads are linearizable.
-
-    Every call ends within `timeout` seconds; None stands for the client's default. Calls raise subclasses of EtcdError:
-    EtcdUnavailable when the call had no effect, OutcomeUnknown when a write may have had one, EtcdAuthError when etcd
-    refuses the login, ClientClosed when the client was closed.
-    """
-
+    @abc.abstractmethod
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
     ) -> Watch:
         """Deliver every change of `span` from `start_revision` on, each once and in order, until cancelled.
 
-        A `start_revision` of 0 means from now on. For changes without delay, watch first, and read when the watch is
-        established: etcd serves watches that start in the past only ten times a second. With `deletes_only` etcd sends
-        no puts.
+        Args:
+            span: the keys.
+            start_revision: the first revision; 0 for changes from now on. For changes without delay, watch from now on,
+                and read when the watch is established: etcd serves watches that start in the past only ten times a
+                second.
+            deliver: called with Began whenever the watch is established, with each Batch of changes, and at most once
+                with the error that ends the watch (Compacted, Rewound, EtcdAuthError, ClientClosed). Runs on the
+                client's thread, and must not block. If the client already watches the same span, the confirmation
+                comes on the caller's thread before this returns; a change may then come before it.
+            deletes_only: whether to leave out puts.
 
-        `deliver` is called on the client's own thread and must not block. If the client already watches the same span,
-        the confirmation (Began) comes on the caller's thread before this returns; a change may then come before it.
+        The watch survives outages of etcd and missing members. Call `cancel()` of the result to end it.
         """
-
-
-class KeyCalls(abc.ABC):
-    """Short forms for reading and writing keys, built on `Etcd.range` and `Etcd.txn`. Errors are those of `Etcd`."""
-
-    @abc.abstractmethod
-    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        """See `Etcd`."""
-
-    @abc.abstractmethod
-    def txn(
-        self,
-        compares: Sequence[Compare],
-        success: Sequence[Op],
-        failure: Sequence[Op] = (),
-        *,
-        timeout: float | None = None,
-    ) -> TxnResult:
-        """See `Etcd`."""
 
     def get(self, key: str, *, timeout: float | None = None) -> RangeResult:
-        """Read one key, within `timeout` seconds; `.one` of the result is its KeyValue, or None.
-
-        Raises EtcdUnavailable and EtcdAuthError.
-        """
+        """Read one key; `.one` of the result is its KeyValue, or None. Raises as `range`."""
         return self.range(Get(Span(key)), timeout=timeout)
 
     def put(self, key: str, value: bytes, lease: int = 0, *, timeout: float | None = None) -> TxnResult:
-        """Write one key, within `timeout` seconds.
-
-        Raises OutcomeUnknown when the answer was lost, and else as `txn`.
-        """
+        """Write one key. Raises as `txn`."""
         return self.txn((), (Put(key, value, lease),), timeout=timeout)
 
     def delete(self, span: Span, *, timeout: float | None = None) -> int:
-        """Delete all keys of a span, such as `Span("/key")`, within `timeout` seconds; returns how many were deleted.
-
-        Takes a Span, not a key. Raises OutcomeUnknown when the answer was lost, and else as `txn`.
-        """
+        """Delete all keys of a span, such as `Span("/key")`, not of a key; returns how many. Raises as `txn`."""
         return self.txn((), (Delete(span),), timeout=timeout).deleted(0)
+
+
+EtcdCalls: TypeAlias = Etcd
 
 
 ATTEMPTS: Final = 3

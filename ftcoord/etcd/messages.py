@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
@@ -82,34 +82,31 @@ _MESSAGES: Final[dict[str, str]] = {
     "Header": "cluster_id 1 uint64, member_id 2 uint64, revision 3 int64, raft_term 4 uint64",
     "KeyValue": "key 1 bytes, create_revision 2 int64, mod_revision 3 int64, version 4 int64, value 5 bytes,"
     " lease 6 int64",
-    "Event": "type 1 int32, kv 2 KeyValue, prev_kv 3 KeyValue",
+    "Event": "type 1 int32, kv 2 KeyValue",
     "RangeRequest": "key 1 bytes, range_end 2 bytes, limit 3 int64, revision 4 int64, sort_order 5 int32,"
     " sort_target 6 int32, keys_only 8 bool, count_only 9 bool, max_create_revision 13 int64",
-    "RangeResponse": "header 1 Header, kvs 2 KeyValue*, more 3 bool, count 4 int64",
+    "RangeResponse": "header 1 Header, kvs 2 KeyValue*, count 4 int64",
     "PutRequest": "key 1 bytes, value 2 bytes, lease 3 int64",
     "PutResponse": "header 1 Header",
     "DeleteRangeRequest": "key 1 bytes, range_end 2 bytes",
     "DeleteRangeResponse": "header 1 Header, deleted 2 int64",
     "RequestOp": "request_range 1 RangeRequest?request, request_put 2 PutRequest?request,"
-    " request_delete_range 3 DeleteRangeRequest?request, request_txn 4 TxnRequest?request",
+    " request_delete_range 3 DeleteRangeRequest?request",
     "ResponseOp": "response_range 1 RangeResponse?response, response_put 2 PutResponse?response,"
-    " response_delete_range 3 DeleteRangeResponse?response, response_txn 4 TxnResponse?response",
+    " response_delete_range 3 DeleteRangeResponse?response",
     "Compare": "result 1 int32, target 2 int32, key 3 bytes, version 4 int64?operand, create_revision 5 int64?operand,"
     " mod_revision 6 int64?operand, value 7 bytes?operand, lease 8 int64?operand, range_end 64 bytes",
     "TxnRequest": "compare 1 Compare*, success 2 RequestOp*, failure 3 RequestOp*",
     "TxnResponse": "header 1 Header, succeeded 2 bool, responses 3 ResponseOp*",
-    "CompactionRequest": "revision 1 int64, physical 2 bool",
+    "CompactionRequest": "revision 1 int64",
     "CompactionResponse": "header 1 Header",
-    "WatchCreateRequest": "key 1 bytes, range_end 2 bytes, start_revision 3 int64, filters 5 int32*,"
-    " watch_id 7 int64, fragment 8 bool",
+    "WatchCreateRequest": "key 1 bytes, range_end 2 bytes, start_revision 3 int64, filters 5 int32*, watch_id 7 int64",
     "WatchCancelRequest": "watch_id 1 int64",
-    "WatchProgressRequest": "",
-    "WatchRequest": "create_request 1 WatchCreateRequest?request, cancel_request 2 WatchCancelRequest?request,"
-    " progress_request 3 WatchProgressRequest?request",
+    "WatchRequest": "create_request 1 WatchCreateRequest?request, cancel_request 2 WatchCancelRequest?request",
     "WatchResponse": "header 1 Header, watch_id 2 int64, created 3 bool, canceled 4 bool, compact_revision 5 int64,"
-    " cancel_reason 6 string, fragment 7 bool, events 11 Event*",
+    " cancel_reason 6 string, events 11 Event*",
     "LeaseGrantRequest": "ttl 1 int64, id 2 int64",
-    "LeaseGrantResponse": "header 1 Header, id 2 int64, ttl 3 int64, error 4 string",
+    "LeaseGrantResponse": "header 1 Header, id 2 int64, ttl 3 int64",
     "LeaseRevokeRequest": "id 1 int64",
     "LeaseRevokeResponse": "header 1 Header",
     "LeaseKeepAliveRequest": "id 1 int64",
@@ -140,15 +137,15 @@ SORT: Final = {"oldest": 1, "newest": 2}
 SORT_BY_CREATE: Final = 2
 ALARM_NAMES: Final = {1: "NOSPACE", 2: "CORRUPT"}
 """etcd's alarms by number."""
-COMPARE_RESULT: Final = {"=": 0, ">": 1, "<": 2, "!=": 3}
-COMPARE_TARGET: Final = {"version": 0, "create": 1, "mod": 2, "value": 3, "lease": 4}
-COMPARE_FIELD: Final = {
-    "version": "version",
-    "create": "create_revision",
-    "mod": "mod_revision",
-    "value": "value",
-    "lease": "lease",
+_RELATION: Final = {"=": 0, ">": 1, "<": 2, "!=": 3}
+_TARGET: Final = {
+    "version": (0, "version"),
+    "create": (1, "create_revision"),
+    "mod": (2, "mod_revision"),
+    "value": (3, "value"),
+    "lease": (4, "lease"),
 }
+"""For each target of a guard its number, and the field of its operand."""
 
 _CLASSES: Final = declare("ftcoord.etcdv3", _MESSAGES)
 
@@ -216,17 +213,8 @@ def txn_request(compares: Sequence[Compare], success: Sequence[Op], failure: Seq
 
 
 def _write_range(raw: Any, get: Get) -> None:
-    raw.key = encode_key(get.span.start) or b"\0"
-    if get.span.end:
-        raw.range_end = get.span.end
-    if get.limit:
-        raw.limit = get.limit
-    if get.revision:
-        raw.revision = get.revision
-    if get.keys_only:
-        raw.keys_only = True
-    if get.count_only:
-        raw.count_only = True
+    raw.key, raw.range_end = encode_key(get.span.start) or b"\0", get.span.end
+    raw.limit, raw.revision, raw.keys_only, raw.count_only = get.limit, get.revision, get.keys_only, get.count_only
     if get.order != "keys":
         raw.sort_order, raw.sort_target = SORT[get.order], SORT_BY_CREATE
     if get.created_before:
@@ -245,15 +233,14 @@ def _write_op(raw: Any, op: Op) -> None:
 
 
 def _write_compare(raw: Any, compare: Compare) -> None:
-    raw.key, raw.result = encode_key(compare.key), COMPARE_RESULT[compare.relation]
-    raw.target = COMPARE_TARGET[compare.target]
-    setattr(raw, COMPARE_FIELD[compare.target], compare.operand)
-    if compare.end:
-        raw.range_end = compare.end
+    raw.key, raw.range_end, raw.result = encode_key(compare.key), compare.end, _RELATION[compare.relation]
+    raw.target, field = _TARGET[compare.target]
+    setattr(raw, field, compare.operand)
 
 
-def txn_result(response: Any, revision: int) -> TxnResult:
+def txn_result(response: Any) -> TxnResult:
     """The result in a TxnResponse message."""
+    revision = response.header.revision
     return TxnResult(response.succeeded, revision, tuple(_op_result(one, revision) for one in response.responses))
 
 
@@ -270,112 +257,77 @@ def _op_result(response: Any, revision: int) -> RangeResult | int | None:
     return None
 
 
-_NEVER_LEFT = ("failed to connect to all addresses", "DNS resolution failed", "Name resolution failed")
-_NOT_PROPOSED = ("etcdserver: no leader", "etcdserver: too many requests", "etcdserver: rpc not supported for learner")
+_NEVER_LEFT: Final = re.compile("failed to connect to all addresses|DNS resolution failed|Name resolution failed")
+_NOT_PROPOSED: Final = re.compile("etcdserver: (no leader|too many requests|rpc not supported for learner)")
 _SETTINGS: Final = "--rdzv-endpoint, --endpoints or FTCOORD_ENDPOINTS"
-_UNFIT: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
-    (("certificate has expired",), "its certificate has expired: give etcd a new one"),
-    (("CERTIFICATE_VERIFY_FAILED",), "its certificate is not trusted: set FTCOORD_CA_CERT to that of its CA"),
-    (
-        ("Hostname Verification Check failed",),
-        "its certificate is for another host: name it as the certificate does, or set FTCOORD_SERVER_NAME",
-    ),
-    (
-        ("ALERT_BAD_CERTIFICATE", "ALERT_CERTIFICATE_REQUIRED", "ALERT_UNKNOWN_CA"),
-        "it wants a client certificate that it trusts: set FTCOORD_CERT and FTCOORD_KEY",
-    ),
-    (
-        ("WRONG_VERSION_NUMBER", "Handshake read failed (Socket closed", "Handshake read failed (recvmsg"),
-        "it does not answer in TLS: write http://, and leave out the TLS settings",
-    ),
-    (("Failed parsing HTTP/2",), f"something else than etcd answers there: correct {_SETTINGS}"),
-    (
-        ("Socket closed", "reset by peer"),
-        f"it closes the connection: write https:// if it wants TLS, or correct {_SETTINGS}",
-    ),
-)
+_UNFIT: Final = {
+    "certificate has expired": "its certificate has expired: give etcd a new one",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted: set FTCOORD_CA_CERT to that of its CA",
+    "Hostname Verification Check failed": "its certificate is for another host: name it as the certificate does, or set"
+    " FTCOORD_SERVER_NAME",
+    "ALERT_(BAD_CERTIFICATE|CERTIFICATE_REQUIRED|UNKNOWN_CA)": "it wants a client certificate that it trusts: set"
+    " FTCOORD_CERT and FTCOORD_KEY",
+    r"WRONG_VERSION_NUMBER|Handshake read failed \((Socket closed|recvmsg)": "it does not answer in TLS: write http://,"
+    " and leave out the TLS settings",
+    "Failed parsing HTTP/2": f"something else than etcd answers there: correct {_SETTINGS}",
+    "Socket closed|reset by peer": f"it closes the connection: write https:// if it wants TLS, or correct {_SETTINGS}",
+}
 """Texts of gRPC for a connection that fails whenever it is tried, and what each means."""
-_CONNECT_ERROR = re.compile(r"Failed to connect to remote host: (.*)|(timed out|Endpoint closing)", re.DOTALL)
-_STALE_TOKEN = ("invalid auth token", "revision in token is older", "user name is empty")
-_LEASE_GONE = "requested lease not found"
-_NO_SPACE = "database space exceeded"
-_AUTH = (
-    "authentication failed",
-    "permission denied",
-    "user name is empty",
-    "user not found",
-    "no password",
-    "role not found",
+_CONNECT_ERROR: Final = re.compile(r"Failed to connect to remote host: (.*)|(timed out|Endpoint closing)", re.DOTALL)
+_STALE_TOKEN: Final = re.compile("invalid auth token|revision in token is older|user name is empty")
+_AUTH: Final = re.compile(
+    "authentication failed|permission denied|user name is empty|user not found|no password|role not found"
 )
-
-_UNANSWERED_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL", "UNKNOWN", "ABORTED")
-_REFUSED_CODES = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE")
-
-
-class CallFailure(NamedTuple):
-    """How a call failed: the name of its gRPC status code (https://grpc.io/docs/guides/status-codes/), and its text."""
-
-    code: str
-    details: str
-
-
-def _says(details: str, texts: tuple[str, ...]) -> bool:
-    return any(text in details for text in texts)
+_UNANSWERED_CODES: Final = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL", "UNKNOWN", "ABORTED")
+_REFUSED_CODES: Final = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE")
 
 
 def is_stale_token(details: str) -> bool:
     """Whether a login token expired, was forgotten by a restarted server, or is missing because authentication was
     enabled after the last login. A client with a user logs in again and repeats the call."""
-    return _says(details, _STALE_TOKEN)
+    return _STALE_TOKEN.search(details) is not None
 
 
-def blames_member(failure: CallFailure) -> bool:
+def blames_member(code: str, details: str) -> bool:
     """Whether another member may do better."""
-    return failure.code in _UNANSWERED_CODES or _says(failure.details, _NOT_PROPOSED)
+    return code in _UNANSWERED_CODES or _NOT_PROPOSED.search(details) is not None
 
 
-def translate(failure: CallFailure, *, write: bool, where: str) -> EtcdError:
-    """The exception for a failed call of the member `where`."""
-    code, details = failure
+def translate(code: str, details: str, *, write: bool, where: str) -> EtcdError:
+    """The exception for a failed call of the member `where`.
+
+    `code` is the name of a gRPC status code (https://grpc.io/docs/guides/status-codes/), `details` its text.
+    """
     fate = f"etcd at {where}: {details or code} ({code})"
-    if _says(details, _NEVER_LEFT):
+    if _NEVER_LEFT.search(details):
         return _not_connected(details, where)
-    if _says(details, _NOT_PROPOSED):
+    if _NOT_PROPOSED.search(details):
         return EtcdUnavailable(fate)
-    return _explained(details, fate) or _by_code(code, fate, write)
+    if "requested lease not found" in details:
+        return LeaseLost(f"{fate}; it expired or was revoked: take a new one")
+    if "database space exceeded" in details:
+        return EtcdNoSpace(
+            f"{fate}: NOSPACE; make room with `etcdctl compact REVISION` and `etcdctl defrag`, then"
+            " `etcdctl alarm disarm`; a write may have happened all the same: re-read before repeating it"
+        )
+    if _AUTH.search(details) or code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+        return EtcdAuthError(
+            f"{fate}; check FTCOORD_USER, FTCOORD_PASSWORD and the client certificate, and that the user's role may use"
+            " the key prefix"
+        )
+    if code in _UNANSWERED_CODES:
+        return OutcomeUnknown(f"{fate}; the write may have happened") if write else EtcdUnavailable(fate)
+    if code in _REFUSED_CODES:
+        return RequestRefused(f"{fate}; etcd takes at most 128 operations and 1.5 MiB a request")
+    return EtcdError(fate)
 
 
 def _not_connected(details: str, where: str) -> EtcdUnavailable:
-    for texts, meaning in _UNFIT:
-        if _says(details, texts):
+    for text, meaning in _UNFIT.items():
+        if re.search(text, details):
             return WrongEndpoint(f"{NO_ETCD} {where}: {meaning}")
     found = _CONNECT_ERROR.search(details)
     if found is None:
         return EtcdUnavailable(f"{NO_ETCD} {where}: {details}; correct {_SETTINGS}, or the TLS settings")
     problem = found[1].lower() if found[1] else "the connection is not answered"
     return EtcdUnavailable(f"{NO_ETCD} {where}: {problem}. Start one (ftcoord server), or set {_SETTINGS}")
-
-
-def _explained(details: str, fate: str) -> EtcdError | None:
-    if _LEASE_GONE in details:
-        return LeaseLost(f"{fate}; it expired or was revoked: take a new one")
-    if _NO_SPACE in details:
-        return EtcdNoSpace(
-            f"{fate}: NOSPACE; make room with `etcdctl compact REVISION` and `etcdctl defrag`, then"
-            " `etcdctl alarm disarm`; a write may have happened all the same: re-read before repeating it"
-        )
-    if _says(details, _AUTH):
-        return EtcdAuthError(
-            f"{fate}; check FTCOORD_USER and FTCOORD_PASSWORD, and that the user's role may use the key prefix"
-        )
-    return None
-
-
-def _by_code(code: str, fate: str, write: bool) -> EtcdError:
-    if code in _UNANSWERED_CODES:
-        return OutcomeUnknown(f"{fate}; the write may have happened") if write else EtcdUnavailable(fate)
-    if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
-        return EtcdAuthError(f"{fate}; check FTCOORD_USER, FTCOORD_PASSWORD and the client certificate")
-    if code in _REFUSED_CODES:
-        return RequestRefused(f"{fate}; etcd takes at most 128 operations and 1.5 MiB a request")
-    return EtcdError(fate)

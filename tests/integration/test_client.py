@@ -53,16 +53,9 @@ def test_the_end_of_a_prefix(start: str, end: bytes) -> None:
     assert Span(start).end == b""
 
 
-def test_status_warns_once_below_the_floor(
-    client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "_warned_of", set())
-    caplog.set_level(logging.WARNING, "ftcoord")
-    for version, warned in [("3.5.27", True), ("3.5.28", False), ("3.6.9", False), ("3.6.8", True), ("3.4.30", True)]:
-        caplog.clear()
-        client_module._warn_below_floor(version)
-        client_module._warn_below_floor(version)
-        assert len(caplog.records) == warned, version
+def test_which_versions_are_too_old() -> None:
+    versions = ("3.5.27", "3.5.28", "3.6.9", "3.6.8", "3.4.30")
+    assert [api.newer_wanted(version) for version in versions] == ["3.5.28", None, None, "3.6.9", "3.5.28"]
 
 
 def test_an_old_etcd_is_warned_of_unless_ftcoord_started_it(

@@ -12,7 +12,7 @@ from virtual import Scheduler
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd import messages
-from ftcoord.etcd.transport import LONGEST_LOGIN_PAUSE, Member, Transport
+from ftcoord.etcd.transport import LOGIN_PAUSE, Member, Transport
 
 
 class Refusal(grpc.RpcError):
@@ -29,9 +29,9 @@ class Refusal(grpc.RpcError):
 class Guarded(Member):
     """An etcd with logins, which answers at once."""
 
-    def __init__(self, *, refuses_logins: bool = False, checks_renewals: bool = False) -> None:
+    def __init__(self, *, refuses_logins: bool = False) -> None:
         self.name, self.alive_at = "etcd", 0.0
-        self.refuses_logins, self.checks_renewals = refuses_logins, checks_renewals
+        self.refuses_logins = refuses_logins
         self.logins = 0
         self.tokens: list[str | None] = []
         """Those of renewals."""
@@ -50,7 +50,7 @@ class Guarded(Member):
             token = dict(metadata).get("token")
             if method is messages.KEEP_ALIVE:
                 self.tokens.append(token)
-            if (method is not messages.KEEP_ALIVE or self.checks_renewals) and token != f"token {self.logins}":
+            if method is not messages.KEEP_ALIVE and token != f"token {self.logins}":
                 raise Refusal("etcdserver: invalid auth token")
             return messages.message("LeaseKeepAliveResponse" if method is messages.KEEP_ALIVE else "RangeResponse")()
 
@@ -107,17 +107,10 @@ def test_a_login_that_is_refused_is_not_tried_again_at_once(monkeypatch: pytest.
             told.add(str(caught.value))
             scheduler.sleep(0.25)
         assert len(told) == 1  # whoever logs each problem once does so
-        assert 5 <= etcd.logins <= 12
+        assert 10 <= etcd.logins <= 20
         etcd.refuses_logins = False
-        scheduler.sleep(LONGEST_LOGIN_PAUSE)
+        scheduler.sleep(LOGIN_PAUSE)
         assert transport.token() == f"token {etcd.logins}"
         transport.close()
 
     scheduler.run(play)
-
-
-def test_an_etcd_that_wants_a_login_of_renewals_gets_one(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    etcd = serve(transport, Guarded(checks_renewals=True), monkeypatch)
-    for _ in range(2):
-        renew(transport)
-    assert etcd.tokens == [None, "token 1", "token 1"]
