@@ -7,6 +7,7 @@ import importlib.util
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ftcoord.embedded.server import LOOPBACK, ReservedPort
+from ftcoord.embedded.server import LOOPBACK, reserved
 from ftcoord.etcd.api import Batch, Began, Event, WatchItem
 
 DEADLINE = 90.0
@@ -122,14 +123,14 @@ def open_files() -> set[tuple[str, str]]:
     return found
 
 
-_own_ports: list[ReservedPort] = []
+_own_ports: list[socket.socket] = []
 
 
 def own_port() -> int:
     """A port that nobody else is given while these tests run, also while its server is down. A server that sets
     SO_REUSEADDR, as Python's and etcd do, may listen there."""
-    _own_ports.append(ReservedPort(LOOPBACK))
-    return _own_ports[-1].number
+    _own_ports.append(reserved(LOOPBACK))
+    return int(_own_ports[-1].getsockname()[1])
 
 
 def pem(kind: str) -> str:

@@ -165,6 +165,25 @@ class EtcdClient(Etcd, Closing):
         """
         return bool(self._transport.token())
 
+    def set_login(self, required: bool) -> None:
+        """Have etcd require this client's login, which may then do everything; or, if not `required`, no login at all.
+
+        Idempotent, so that it completes what an earlier call left half done. Raises the errors of every call.
+        """
+        login, token, switch = self.config.credentials, self._transport.token(), message("AuthSwitchRequest")()
+        if login is None or bool(token) == required:
+            return
+        if required:
+            user = message("AuthUserRequest")(name=login.user, password=login.password)
+            try:
+                self._call(messages.USER_ADD, user)
+            except EtcdError:  # the user is there already, perhaps with another password
+                self._call(messages.USER_CHANGE_PASSWORD, user)
+            role = message("AuthUserGrantRoleRequest")(user=login.user, role="root")
+            self._call(messages.USER_GRANT_ROLE, role)
+        self._call(messages.AUTH_ENABLE if required else messages.AUTH_DISABLE, switch)
+        self._transport.forget_token(token)
+
     def close(self) -> None:
         """End all watches and connections. Idempotent; does nothing in a forked child.
 

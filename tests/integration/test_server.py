@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,8 @@ from helpers import DEADLINE, eventually, freeze, own_port
 
 import ftcoord
 from ftcoord.config import Credentials, Endpoint, EtcdConfig
-from ftcoord.embedded.server import EtcdServer, find_etcd, set_login
+from ftcoord.embedded import server as server_module
+from ftcoord.embedded.server import EtcdServer, find_etcd
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdNoSpace, ForkedProcessError, ServerError
 from ftcoord.etcd.client import EtcdClient
 
@@ -122,9 +123,9 @@ def test_a_login_is_kept_with_the_data(tmp_path: Path, scratch: Path) -> None:
 def test_a_start_that_was_killed_half_way_is_completed(tmp_path: Path, scratch: Path) -> None:
     """The user is there, with a password that nobody knows; logins are off."""
     half = EtcdConfig((Endpoint("127.0.0.1", 1),), credentials=Credentials("root", "unknown"))
-    with EtcdServer(tmp_path) as server:
-        set_login(replace(half, endpoints=server.config().endpoints), True)
-        set_login(replace(half, endpoints=server.config().endpoints), False)
+    with EtcdServer(tmp_path) as server, EtcdClient(replace(half, endpoints=server.config().endpoints)) as client:
+        client.set_login(True)
+        client.set_login(False)
     with EtcdServer(tmp_path, login=True) as server:
         put(server, "a", "1")
 
@@ -132,7 +133,8 @@ def test_a_start_that_was_killed_half_way_is_completed(tmp_path: Path, scratch: 
 def test_the_users_of_an_etcd_are_left_as_they_are(tmp_path: Path, scratch: Path) -> None:
     with EtcdServer(tmp_path) as server:
         own = replace(server.config(), credentials=Credentials("root", "secret"))
-        set_login(own, True)
+        with EtcdClient(own) as client:
+            client.set_login(True)
     with pytest.raises(ServerError, match=r"authentication failed.*--no-login") as caught:
         EtcdServer(tmp_path, login=True).start()
     assert "secret" not in str(caught.value)
@@ -363,7 +365,7 @@ def no_etcd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.delenv("FTCOORD_ETCD_BINARY", raising=False)
     monkeypatch.delenv("TORCHELASTIC_ETCD_BINARY_PATH", raising=False)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(metadata, "files", lambda name: None)
+    monkeypatch.setattr(server_module, "find_spec", lambda name: None)
     return monkeypatch
 
 
@@ -393,7 +395,7 @@ def test_a_variable_that_names_no_executable_is_an_error(
 
 
 def test_the_wheel_brings_a_binary_and_its_script_is_bypassed(no_etcd: pytest.MonkeyPatch) -> None:
-    no_etcd.setattr(metadata, "files", lambda name: metadata.distribution(name).files)
+    no_etcd.setattr(server_module, "find_spec", find_spec)
     in_wheel = find_etcd()
     assert in_wheel.endswith("etcdbin/etcd")
     no_etcd.setenv("PATH", str(Path(sys.executable).parent))
@@ -426,7 +428,7 @@ def run_parent(code: str, tmp: Path) -> subprocess.Popen[str]:
 
 START = """
 import os, signal, sys
-from ftcoord.embedded.server import EtcdServer, set_login
+from ftcoord.embedded.server import EtcdServer
 server = EtcdServer()
 server.start()
 print(server.pid, server.get_port(), flush=True)
@@ -480,22 +482,6 @@ def test_parent_that_is_killed_ends_etcd(parent: Parent, first: str, way: signal
     process.send_signal(way)
     process.wait()
     eventually(lambda: not alive(etcd), "etcd ends with its parent")
-
-
-def test_the_next_start_removes_what_a_killed_parent_left(parent: Parent, scratch: Path) -> None:
-    """And nothing that another process uses, or may be about to use."""
-    process, etcd = parent(WAIT)
-    other, _ = parent(WAIT)
-    left, used = sorted(scratch.iterdir(), key=lambda path: (path / "etcd.log").stat().st_mtime)
-    process.kill()
-    process.wait()
-    eventually(lambda: not alive(etcd), "etcd ends with its parent")
-    fresh = Path(tempfile.mkdtemp(prefix="ftcoord-server-", dir=scratch))
-    with EtcdServer():
-        assert fresh.exists(), "it may just have been made"
-        assert not left.exists()
-        assert used.exists()
-    os.kill(other.pid, signal.SIGKILL)
 
 
 def test_a_forked_child_that_lives_on_does_not_keep_etcd(parent: Parent, scratch: Path) -> None:

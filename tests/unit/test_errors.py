@@ -15,7 +15,6 @@ import pytest
 
 from ftcoord import errors
 from ftcoord.demo.run import DemoError
-from ftcoord.embedded.server import PortLost
 from ftcoord.errors import FtcoordError
 from ftcoord.primitives.group.member_key import MemberLost
 from ftcoord.primitives.group.membership import Left
@@ -47,7 +46,7 @@ def kinds(root: type[FtcoordError]) -> Iterator[type[FtcoordError]]:
         yield from kinds(kind)
 
 
-ELSEWHERE = {DemoError, PortLost, MemberLost, Left, RoundOverError}
+ELSEWHERE = {DemoError, MemberLost, Left, RoundOverError}
 """Those that are not in `ftcoord.errors`."""
 KINDS = sorted(ELSEWHERE.union(kinds(FtcoordError)), key=lambda kind: kind.__name__)
 
