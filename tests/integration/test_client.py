@@ -766,9 +766,3 @@ def test_the_messages_carry_etcds_field_numbers() -> None:
     txn = messages.message("TxnRequest")(compare=[{"result": 3, "target": 4, "key": b"k", "lease": 7}])
     assert txn.SerializeToString() == b"\x0a\x09\x08\x03\x10\x04\x1a\x01k\x40\x07"
     assert messages.message("RangeRequest")(max_create_revision=5).SerializeToString() == b"\x68\x05"
-
-
-def test_ipv6_is_part_of_this_machine() -> None:
-    """test_names_and_addresses needs it; said here in words."""
-    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
-        probe.bind(("::1", 0))

@@ -1,4 +1,4 @@
-"""EtcdServer, and the tests' EtcdCluster: real etcd processes, which never outlive the process that starts them."""
+"""EtcdServer: real etcd processes, which never outlive the process that starts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from etcd_cluster import EtcdCluster, FragileEtcd, Member, state_of
+from etcd_cluster import FragileEtcd, state_of
 from helpers import DEADLINE, eventually, freeze, own_port
 
 import ftcoord
@@ -60,13 +60,6 @@ def server(scratch: Path) -> Iterator[FragileEtcd]:
         yield started
 
 
-@pytest.fixture
-def cluster(scratch: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(3) as started:
-        yield started
-    assert list(scratch.iterdir()) == []
-
-
 def listening_socket() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
@@ -85,15 +78,13 @@ def post(member: EtcdServer, host: str, path: str = "/v3/kv/put") -> int:
         connection.close()
 
 
-def test_web_pages_reach_no_key(cluster: EtcdCluster) -> None:
-    with EtcdServer() as server:
-        for member in (server, *cluster.members):
-            own = f"127.0.0.1:{member.get_port()}"
-            assert post(member, own) == http.client.NOT_FOUND
-            assert post(member, f"evil.example:{member.get_port()}") == http.client.MISDIRECTED_REQUEST
-            answers = [post(member, host, "/health") for host in (own, "localhost", "[::1]:1", "evil.example")]
-            assert answers == [http.client.METHOD_NOT_ALLOWED] * 3 + [http.client.MISDIRECTED_REQUEST]
-            assert get(member, "a") is None
+def test_web_pages_reach_no_key(server: EtcdServer) -> None:
+    own = f"127.0.0.1:{server.get_port()}"
+    assert post(server, own) == http.client.NOT_FOUND
+    assert post(server, f"evil.example:{server.get_port()}") == http.client.MISDIRECTED_REQUEST
+    answers = [post(server, host, "/health") for host in (own, "localhost", "[::1]:1", "evil.example")]
+    assert answers == [http.client.METHOD_NOT_ALLOWED] * 3 + [http.client.MISDIRECTED_REQUEST]
+    assert get(server, "a") is None
 
 
 def anonymous(server: EtcdServer) -> EtcdClient:
@@ -582,72 +573,3 @@ def test_an_etcd_that_ended_is_noticed_and_started_again(server: EtcdServer) -> 
     eventually(lambda: not server.is_running(), "it is noticed")
     server.restart()
     assert server.healthy(DEADLINE)
-
-
-# -- cluster ----------------------------------------------------------------------------------------------------------
-
-
-def test_cluster_serves_on_every_member(cluster: EtcdCluster) -> None:
-    assert cluster.endpoints == ",".join(member.get_endpoint() for member in cluster.members)
-    assert len(set(cluster.endpoints.split(","))) == 3
-    put(cluster.members[0], "a", "1")
-    assert [get(member, "a") for member in cluster.members] == ["1"] * 3
-    assert cluster.leader() in range(3)
-    with pytest.raises(ServerError, match="started already"):
-        cluster.start()
-
-
-def test_cluster_elects_another_leader_when_the_leader_is_killed(cluster: EtcdCluster) -> None:
-    old = cluster.leader()
-    cluster.kill(old)
-    new = cluster.leader()
-    assert new != old
-    put(cluster.members[new], "a", "1")
-    cluster.restart(old)
-    cluster.wait_healthy()
-    assert get(cluster.members[old], "a") == "1"
-    assert cluster.leader() in range(3)
-
-
-def test_cluster_elects_another_leader_when_the_leader_is_paused(cluster: EtcdCluster) -> None:
-    old = cluster.leader()
-    cluster.pause(old)
-    new = cluster.leader()
-    assert new != old
-    put(cluster.members[new], "a", "1")
-    cluster.resume(old)
-    cluster.wait_healthy()
-    assert get(cluster.members[old], "a") == "1"
-
-
-def test_cluster_keeps_its_data_when_all_members_are_killed(cluster: EtcdCluster) -> None:
-    put(cluster.members[0], "a", "1")
-    for i in range(3):
-        cluster.kill(i)
-    with pytest.raises(ServerError, match="no member"):
-        cluster.wait_healthy()
-    cluster.restart(0, wait=False)
-    with pytest.raises(ServerError, match="no leader"):
-        cluster.leader(timeout=0.5)
-    cluster.restart(1, wait=False)
-    cluster.restart(2, wait=False)
-    cluster.wait_healthy()
-    assert get(cluster.members[2], "a") == "1"
-
-
-def test_cluster_that_cannot_start_leaves_nothing(scratch: Path) -> None:
-    cluster = EtcdCluster(3, extra_args=["--no-such-flag"])
-    with pytest.raises(ServerError, match="no-such-flag"):
-        cluster.start()
-    assert list(scratch.iterdir()) == []
-    cluster.stop()
-
-
-def test_cluster_is_not_started_without_all_of_its_members(scratch: Path) -> None:
-    """Two of three would serve: the one that ended at once must be missed all the same."""
-    cluster = EtcdCluster(3)
-    broken = Member("m0", ["--no-such-flag"])
-    cluster.members = (broken, *cluster.members[1:])
-    with pytest.raises(ServerError, match="ended with code"):
-        cluster.start()
-    assert not list(scratch.iterdir())

@@ -7,9 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +19,7 @@ from ftcoord.primitives.group.membership import Left
 from ftcoord.store.errors import RoundOverError
 
 MADE: dict[type[FtcoordError], Callable[[], FtcoordError]] = {
-    errors.ConfigError: lambda: errors.ConfigError("lease_ttl", [-1], "give whole seconds, at least 1"),
+    errors.ConfigError: lambda: errors.ConfigError("lease_ttl", -1, "give whole seconds, at least 1"),
     errors.StateError: lambda: errors.StateError("/key", "holds nonsense"),
     errors.ThreadNotStarted: lambda: errors.ThreadNotStarted("ftcoord-watch", RuntimeError("no")),
     errors.ThreadFailed: lambda: errors.ThreadFailed("watches", ZeroDivisionError()),
@@ -91,9 +89,7 @@ def test_a_value_that_no_other_process_can_read_does_not_hide_the_error() -> Non
         assert again.value == repr(value)
 
 
-@pytest.mark.parametrize(
-    "value", [None, True, 7, 0.5, "text", b"bytes", timedelta(1), Path("/x"), [1, ("a",)], {"a": {1, 2}}, frozenset()]
-)
+@pytest.mark.parametrize("value", [None, True, 7, 0.5, "text", b"bytes"])
 def test_a_plain_value_stays_what_it_is(value: object) -> None:
     again = pickle.loads(pickle.dumps(errors.ConfigError("key", value, "another one")))
     assert (type(again.value), again.value) == (type(value), value)
