@@ -20,6 +20,28 @@ from ftcoord import files
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import HIDDEN, redacted
 
+log = logging.getLogger(__name__)
+
+MAX_SECONDS = 1e9  # about 31 years; larger numbers overflow the interpreter's own waits
+
+ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_DISCOVERY = "ETCDCTL_DISCOVERY_SRV"
+
+# Setting -> the variables that may hold it, the first that is set wins. An empty variable counts as unset.
+_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "endpoints": ("FTCOORD_ENDPOINTS", _DISCOVERY, "ETCDCTL_ENDPOINTS"),  # etcdctl prefers that, too
+    "ca_cert": ("FTCOORD_CA_CERT", "ETCDCTL_CACERT"),
+    "cert": ("FTCOORD_CERT", "ETCDCTL_CERT"),
+    "key": ("FTCOORD_KEY", "ETCDCTL_KEY"),
+    "server_name": ("FTCOORD_SERVER_NAME",),
+    "user": ("FTCOORD_USER", "ETCDCTL_USER"),
+    "password": ("FTCOORD_PASSWORD", "FTCOORD_PASSWORD_FILE", "ETCDCTL_PASSWORD"),
+    "request_timeout": ("FTCOORD_REQUEST_TIMEOUT",),
+}
+
+_SERVICE_LINK = re.compile(r"(?:tcp|udp|sctp)://[^/]+:[0-9]+")
+_NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
 DEFAULT_PORT = 2379
 EMBEDDED = "embedded"
 SRV: Final = "srv://"
@@ -154,29 +176,6 @@ def _port(port: str | None, refused: Callable[[str], ConfigError]) -> int:
     if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
         raise refused("the port is not a number from 1 to 65535")
     return int(port)
-
-
-log = logging.getLogger(__name__)
-
-MAX_SECONDS = 1e9  # about 31 years; larger numbers overflow the interpreter's own waits
-
-ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_DISCOVERY = "ETCDCTL_DISCOVERY_SRV"
-
-# Setting -> the variables that may hold it, the first that is set wins. An empty variable counts as unset.
-_VARIABLES: Mapping[str, tuple[str, ...]] = {
-    "endpoints": ("FTCOORD_ENDPOINTS", _DISCOVERY, "ETCDCTL_ENDPOINTS"),  # etcdctl prefers that, too
-    "ca_cert": ("FTCOORD_CA_CERT", "ETCDCTL_CACERT"),
-    "cert": ("FTCOORD_CERT", "ETCDCTL_CERT"),
-    "key": ("FTCOORD_KEY", "ETCDCTL_KEY"),
-    "server_name": ("FTCOORD_SERVER_NAME",),
-    "user": ("FTCOORD_USER", "ETCDCTL_USER"),
-    "password": ("FTCOORD_PASSWORD", "FTCOORD_PASSWORD_FILE", "ETCDCTL_PASSWORD"),
-    "request_timeout": ("FTCOORD_REQUEST_TIMEOUT",),
-}
-
-_SERVICE_LINK = re.compile(r"(?:tcp|udp|sctp)://[^/]+:[0-9]+")
-_NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 def without_etcd(env: Mapping[str, str]) -> dict[str, str]:

@@ -568,38 +568,6 @@ def test_a_grpc_that_was_there_first_is_warned_of(etcd: EtcdServer, capfd: pytes
     assert not any(word in said for word in (ASIDE, WARNED)), said
 
 
-FORKING = """
-import os, sys
-from ftcoord.config import EtcdConfig
-from ftcoord.etcd.api import Span
-from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.session import Session
-client = EtcdClient(EtcdConfig.load(sys.argv[1]))
-session = Session(client, 60)
-client.put("/key", b"", session.lease_id)
-watch = client.watch(Span("/key"), 1, lambda item: None)
-children = []
-for leave in (sys.exit, os._exit):
-    child = os.fork()
-    if child == 0:
-        client.close()
-        session.close()
-        leave(0)
-    assert os.waitpid(child, 0)[1] == 0
-assert client.put("/key", b"parent", session.lease_id).succeeded
-session.close()
-assert client.get("/key").one is None
-client.close()
-print("fine", os.environ.get("GRPC_VERBOSITY"))
-"""
-
-
-def test_a_child_that_exits_like_any_program_does_no_harm(etcd: EtcdServer) -> None:
-    with python("-c", FORKING, etcd.get_endpoint()) as process:
-        answer, _ = process.communicate(timeout=DEADLINE)
-    assert (process.returncode, answer) == (0, "fine None\n")
-
-
 OUT_OF_REACH = """
 import os, sys, time
 from ftcoord.config import EtcdConfig, Tls

@@ -440,18 +440,6 @@ def test_a_mirror_ignores_what_an_earlier_watch_brought(client: EtcdClient, pref
     mirror.close()
 
 
-def test_a_watch_from_now_on_goes_on_after_a_restart(fragile: EtcdServer) -> None:
-    with fragile.get_client() as client:
-        seen = Seen()
-        client.watch(Span("/key"), 0, seen)
-        assert isinstance(seen.next(), Began)
-        fragile.kill()
-        fragile.restart()
-        client.put("/key", b"1")
-        (event,) = seen.events(1)
-        assert event.kv.value == b"1"
-
-
 def test_an_etcd_that_lost_its_history_is_noticed(tmp_path: Path) -> None:
     """Its data is gone: the mirror says so, and shows what the etcd has that is there now."""
     data = tmp_path / "data"
