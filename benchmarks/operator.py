@@ -33,8 +33,7 @@ from benchmarks.report import measured_with, publish, table, verdict
 from benchmarks.runs import WrittenRun, write_run
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
-from ftcoord.embedded.binary import find_etcd
-from ftcoord.embedded.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer, find_etcd
 from ftcoord.etcd.client import EtcdClient
 
 JOB: Final = "job"
@@ -54,7 +53,7 @@ _READ: Final = f"""
 import sys
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import run_prefix, run_span
-from ftcoord.etcd.reading import read_snapshot
+from ftcoord.etcd.api import read_snapshot
 from ftcoord.etcd.client import EtcdClient
 
 etcd = EtcdClient(EtcdConfig.load(sys.argv[1], env={{}}))

@@ -31,7 +31,7 @@ from ftcoord.errors import (
     ThreadFailed,
 )
 from ftcoord.etcd.api import Etcd
-from ftcoord.etcd.namespace import Namespace
+from ftcoord.etcd.client import Namespace
 from ftcoord.primitives.deaths import cause_of_death
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.leased_key import LeasedKey

@@ -28,7 +28,7 @@ import ftcoord.timer
 from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.protobuf import declare
+from ftcoord.etcd.messages import declare
 from ftcoord.primitives.renewal import Renewer
 from ftcoord.timer.listing import Subscription
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import Compacted
 from ftcoord.etcd.api import Span, Watch, WatchItem
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import SharedClient
 
 Deliver = Callable[[WatchItem], None]
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ftcoord import __version__
 from ftcoord.commands import flags
 from ftcoord.commands.flags import Flag, add_command, warn_of
-from ftcoord.config import EtcdConfig, listen_address, text
+from ftcoord.config import Endpoint, EtcdConfig, listen_address, text
 from ftcoord.core.layout import KEY_PREFIX
-from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError, EtcdError, FtcoordError
 from ftcoord.escaping import HIDDEN
 from ftcoord.files import secret

@@ -83,7 +83,7 @@ def server(options: argparse.Namespace) -> int:
 
 def advise(etcd: EtcdServer) -> None:
     """Print what this release of etcd is good for: clients do not warn about an etcd that ftcoord started."""
-    from ftcoord.etcd.release import newer_wanted
+    from ftcoord.etcd.api import newer_wanted
 
     with etcd.get_client() as client:
         version = client.version

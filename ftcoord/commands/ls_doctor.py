@@ -40,7 +40,7 @@ def doctor(options: argparse.Namespace) -> int:
     watch, and prints what to do about each problem. Writes no keys: it measures write latency by granting and revoking
     a lease. Exits with status 0 if there is no problem.
     """
-    from ftcoord.etcd.rpc.addresses import discovered
+    from ftcoord.etcd.addresses import discovered
     from ftcoord.operator.doctor import examine, findings
 
     terminal = Terminal.of(options)

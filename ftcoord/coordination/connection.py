@@ -19,8 +19,8 @@ from typing import Final
 from ftcoord.coordination.address import SHORTEST_TIMEOUT_MS, Job, parse_address
 from ftcoord.coordination.checks import KNOWN, Failure
 from ftcoord.errors import EtcdError, ForkedProcessError
-from ftcoord.etcd.rpc.addresses import own_addresses
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.addresses import own_addresses
+from ftcoord.etcd.client import SharedClient
 
 log = logging.getLogger(__name__)
 

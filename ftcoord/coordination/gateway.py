@@ -47,8 +47,8 @@ from ftcoord.errors import ServerError, ThreadNotStarted
 from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.protobuf import declare
-from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+from ftcoord.etcd.messages import declare
+from ftcoord.etcd.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
 from ftcoord.primitives.informer import Informer
 

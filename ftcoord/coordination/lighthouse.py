@@ -21,7 +21,7 @@ from ftcoord.coordination.kills import order_kill
 from ftcoord.coordination.replica import Replica
 from ftcoord.coordination.types import Quorum, json_text, quorum_reply
 from ftcoord.core.quorum_records import QuorumRequest
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import SharedClient
 
 SERVER_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
 """How long a new LighthouseServer waits for etcd."""

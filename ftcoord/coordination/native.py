@@ -22,8 +22,8 @@ from ftcoord.coordination.checks import KNOWN, RANK_NOT_FOUND, TIMED_OUT, TRANSP
 from ftcoord.coordination.ranks import MetadataQuery, RankCall, RankGroup, RankRequest, TimedVote
 from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.manager_address import parted
-from ftcoord.etcd.rpc.protobuf import declare
-from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+from ftcoord.etcd.messages import declare
+from ftcoord.etcd.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
 
 # -- the messages ------------------------------------------------------------------------------------------------------

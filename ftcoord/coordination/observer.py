@@ -22,7 +22,7 @@ from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord, parse_replica
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Etcd, Get, KeyValue
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import SharedClient
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.group.parse_cache import ParsedKeys

@@ -22,8 +22,7 @@ from typing import Any, Final
 
 from ftcoord import concurrency, files, fork
 from ftcoord.closing import Closing
-from ftcoord.config import exposure, text, variable, whole
-from ftcoord.endpoints import parse_host
+from ftcoord.config import exposure, parse_host, text, variable, whole
 from ftcoord.errors import ConfigError, FtcoordError, ServerError, ThreadNotStarted
 from ftcoord.escaping import redacted
 from ftcoord.metrics.process import Collect, begin_counting, collect_process, exposed, prometheus

@@ -16,13 +16,11 @@ from http.client import HTTPConnection, HTTPException
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.config import EtcdConfig, Tls
+from ftcoord.config import Endpoint, EtcdConfig, Tls
 from ftcoord.core.layout import runs_span
-from ftcoord.endpoints import Endpoint
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace
-from ftcoord.etcd.api import Compare, Get, MemberStatus, Put, WatchItem
+from ftcoord.etcd.api import Compare, Get, MemberStatus, Put, WatchItem, newer_wanted
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.release import newer_wanted
 from ftcoord.operator.report import FORMAT, Examination, Finding
 
 READS_TIMED: Final = 5

@@ -13,8 +13,7 @@ from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.core import layout
 from ftcoord.errors import EtcdError, EtcdUnavailable
-from ftcoord.etcd.api import Etcd, EtcdCalls, Get, KeyValue
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
+from ftcoord.etcd.api import Etcd, EtcdCalls, Get, KeyValue, SnapshotReader, read_snapshot
 from ftcoord.operator.job_keys import JobKeys, LeaseTime, spans_of
 from ftcoord.operator.report import FORMAT, JobList, JobStatus, Watched
 from ftcoord.operator.status import Member, Rules, foremost, tell_job, tell_line

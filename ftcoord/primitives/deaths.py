@@ -7,8 +7,7 @@ from functools import partial
 
 from ftcoord.core.death_records import KnownCause, causes_in
 from ftcoord.core.layout import Span, death_key, member_id
-from ftcoord.etcd.api import EtcdCalls
-from ftcoord.etcd.reading import read_snapshot
+from ftcoord.etcd.api import EtcdCalls, read_snapshot
 
 
 def cause_of_death(etcd: EtcdCalls, deaths: str, lease_id: int) -> str:

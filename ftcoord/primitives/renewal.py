@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 from ftcoord import concurrency
 from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
 from ftcoord.errors import ClientClosed, EtcdError, LeaseLost, ThreadNotStarted
-from ftcoord.etcd.api import Lease, Renews
+from ftcoord.etcd.api import Etcd, Lease
 from ftcoord.metrics import process as metrics
 
 log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class KeptLease:
 
     def __init__(
         self,
-        etcd: Renews,
+        etcd: Etcd,
         lease: Lease,
         sent_at: float,
         listener: Listener | None = None,

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, TypedDict
 
-from ftcoord.config import Credentials, EtcdConfig, Tls
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
 
 
 class Order(TypedDict, total=False):

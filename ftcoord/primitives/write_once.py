@@ -12,8 +12,20 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.errors import ClientClosed, EtcdError, EtcdNoSpace, EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd.api import Compare, EtcdCalls, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
+from ftcoord.etcd.api import (
+    Compare,
+    EtcdCalls,
+    Get,
+    KeyValue,
+    Op,
+    Put,
+    RangeResult,
+    SnapshotReader,
+    Span,
+    TxnResult,
+    read_snapshot,
+    unchanged,
+)
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 
 log = logging.getLogger(__name__)

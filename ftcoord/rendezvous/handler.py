@@ -31,8 +31,8 @@ from ftcoord.core.timers import TimerInfo
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError, EtcdError, ThreadNotStarted
 from ftcoord.escaping import named, redacted
+from ftcoord.etcd.client import SharedClient, unusable
 from ftcoord.etcd.retry import UNANSWERED
-from ftcoord.etcd.shared import SharedClient, unusable
 from ftcoord.logs import log_change, show_log_lines
 from ftcoord.metrics import process as metrics
 from ftcoord.metrics.exporter import MetricsAddress, serve_process

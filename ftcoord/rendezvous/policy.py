@@ -33,8 +33,7 @@ from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, R
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.core.verdict import Outlook, Publish, Verdict, Wait
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Etcd, Get, KeyValue
-from ftcoord.etcd.reading import read_snapshot
+from ftcoord.etcd.api import Etcd, Get, KeyValue, read_snapshot
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View

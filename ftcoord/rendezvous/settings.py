@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ftcoord.config import EtcdConfig, choice, full_text, key_path, seconds, switch, text, whole
+from ftcoord.config import EMBEDDED, EtcdConfig, choice, full_text, key_path, parse_host, seconds, switch, text, whole
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.core.round_situation import RoundOptions
-from ftcoord.endpoints import EMBEDDED, parse_host
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import HIDDEN, redacted
 

@@ -26,10 +26,23 @@ from ftcoord.core import layout
 from ftcoord.core.store_values import as_bytes, counter, counts_by, plain, stored
 from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd import api
-from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, Span, absent, exists, unchanged
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
+from ftcoord.etcd.api import (
+    Compare,
+    Delete,
+    Etcd,
+    Get,
+    KeyValue,
+    Op,
+    Put,
+    SnapshotReader,
+    Span,
+    absent,
+    exists,
+    read_snapshot,
+    unchanged,
+)
+from ftcoord.etcd.client import SharedClient
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, backoff, retry_until_answered
-from ftcoord.etcd.shared import SharedClient
 from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Fence, Made, round_over
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 

@@ -16,8 +16,7 @@ from typing import Final
 from ftcoord.config import EtcdConfig
 from ftcoord.core.timers import TimerInfo
 from ftcoord.errors import ConfigError
-from ftcoord.etcd.namespace import Namespace
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import Namespace, SharedClient
 
 VARIABLE: Final = "FTCOORD_TIMERS"
 _PASSWORDS: Final = ("FTCOORD_PASSWORD", "FTCOORD_PASSWORD_FILE", "ETCDCTL_USER", "ETCDCTL_PASSWORD")

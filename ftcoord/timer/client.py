@@ -19,7 +19,7 @@ from ftcoord.core.timers import LONGEST_SCOPE, MOST_TIMERS, HeldTimers, Timer, e
 from ftcoord.errors import ClientClosed, ConfigError, ThreadFailed
 from ftcoord.escaping import redacted
 from ftcoord.etcd.api import Etcd
-from ftcoord.etcd.namespace import Namespace
+from ftcoord.etcd.client import Namespace
 from ftcoord.primitives.leased_key import LeasedKey
 from ftcoord.timer.agent import inherited
 from ftcoord.timer.ledger import Ledger, host_id, this_process

@@ -26,7 +26,7 @@ from ftcoord.core.layout import KEY_PREFIX, expired_key, is_expired_key, timers_
 from ftcoord.core.timers import HeldTimers, Timer, TimerInfo, Worker, encode, inform
 from ftcoord.errors import ClientClosed, EtcdError, LeaseLost
 from ftcoord.etcd.api import Etcd, KeyValue, Put, unchanged
-from ftcoord.etcd.namespace import Namespace
+from ftcoord.etcd.client import Namespace
 from ftcoord.log_once import LogOnce
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.feed import Feed

@@ -15,7 +15,7 @@ from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, Compacted, LeaseLost, RequestRefused, Rewound
-from ftcoord.etcd import reading
+from ftcoord.etcd import api
 from ftcoord.etcd.api import (
     Batch,
     Began,
@@ -26,14 +26,15 @@ from ftcoord.etcd.api import (
     Op,
     Put,
     RangeResult,
+    SnapshotReader,
     Span,
     WatchItem,
     absent,
     exists,
+    read_snapshot,
     unchanged,
 )
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
 
 Client: TypeAlias = "EtcdClient | MemoryClient"
 KINDS = ["etcd", "memory"]
@@ -117,7 +118,7 @@ def test_a_snapshot_shows_what_there_was_at_its_first_read(client: Client, prefi
 
 
 def test_the_pages_of_a_snapshot_are_all_its_keys(client: Client, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PAGE", 2)
+    monkeypatch.setattr(api, "PAGE", 2)
     keys = [f"{prefix}/a/{number}" for number in range(5)]
     client.txn((), [Put(key, b"") for key in [*keys, f"{prefix}/b"]])
     for span, expected in [

@@ -149,7 +149,7 @@ def test_an_etcd_that_is_full_serves_again_once_what_the_error_says_was_done() -
         last = store.get("big")
         client.compact(client.get("/").revision)
         eventually(lambda: _size_when_defragmented(server) < 4_000_000, "the space is given back")
-        set_alarm(server.get_endpoint(), False, client.status().member_id)
+        set_alarm(server.get_endpoint(), False, int(client.status().member_id, 16))
         assert store.get("big") == last
         store.set("big", b"small")
         assert store.get("big") == b"small"

@@ -17,7 +17,7 @@ from helpers import DEADLINE, eventually
 import ftcoord
 from ftcoord.commands import demo_server
 from ftcoord.config import EtcdConfig
-from ftcoord.etcd import release
+from ftcoord.etcd import api
 from ftcoord.etcd.client import EtcdClient
 
 
@@ -63,7 +63,7 @@ def test_server_says_itself_that_its_etcd_is_old(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Clients do not say it of an etcd that ftcoord started."""
-    monkeypatch.setattr(release, "FLOORS", dict.fromkeys(itertools.product((3, 4), range(20)), floor))
+    monkeypatch.setattr(api, "FLOORS", dict.fromkeys(itertools.product((3, 4), range(20)), floor))
     demo_server.advise(etcd)
     told = capsys.readouterr().out
     assert told.partition("; ")[2] == (

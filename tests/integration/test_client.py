@@ -25,8 +25,8 @@ from ftcoord.config import EtcdConfig
 from ftcoord.embedded import server as server_module
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, ForkedProcessError, OutcomeUnknown
+from ftcoord.etcd import api
 from ftcoord.etcd import client as client_module
-from ftcoord.etcd import release
 from ftcoord.etcd.api import Get, KeyValue, Put, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.write_once import write_once
@@ -39,23 +39,16 @@ def connect(endpoints: str, **settings: Any) -> EtcdClient:
 # -- what it asks ---------------------------------------------------------------------------------------------------
 
 
-def test_status_warns_once_below_the_floor(
-    client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "_warned_of", set())
-    caplog.set_level(logging.WARNING, "ftcoord")
-    for version, warned in [("3.5.27", True), ("3.5.28", False), ("3.6.9", False), ("3.6.8", True), ("3.4.30", True)]:
-        caplog.clear()
-        client_module._warn_below_floor(version)
-        client_module._warn_below_floor(version)
-        assert len(caplog.records) == warned, version
+def test_which_versions_are_too_old() -> None:
+    versions = ("3.5.27", "3.5.28", "3.6.9", "3.6.8", "3.4.30")
+    assert [api.newer_wanted(version) for version in versions] == ["3.5.28", None, None, "3.6.9", "3.5.28"]
 
 
 def test_an_old_etcd_is_warned_of_unless_ftcoord_started_it(
     client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "_warned_of", set())
-    monkeypatch.setattr(release, "FLOORS", dict.fromkeys(itertools.product(range(3, 5), range(20)), (99,)))
+    monkeypatch.setattr(api, "FLOORS", dict.fromkeys(itertools.product(range(3, 5), range(20)), (99,)))
     caplog.set_level(logging.WARNING, "ftcoord")
     status = client.status()
     assert status.leader_id == status.member_id
@@ -384,38 +377,6 @@ def test_a_grpc_that_was_there_first_is_warned_of(etcd: EtcdServer, capfd: pytes
     assert not any(word in said for word in (ASIDE, WARNED)), said
 
 
-FORKING = """
-import os, sys
-from ftcoord.config import EtcdConfig
-from ftcoord.etcd.api import Span
-from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.session import Session
-client = EtcdClient(EtcdConfig.load(sys.argv[1]))
-session = Session(client, 60)
-client.put("/key", b"", session.lease_id)
-watch = client.watch(Span("/key"), 1, lambda item: None)
-children = []
-for leave in (sys.exit, os._exit):
-    child = os.fork()
-    if child == 0:
-        client.close()
-        session.close()
-        leave(0)
-    assert os.waitpid(child, 0)[1] == 0
-assert client.put("/key", b"parent", session.lease_id).succeeded
-session.close()
-assert client.get("/key").one is None
-client.close()
-print("fine", os.environ.get("GRPC_VERBOSITY"))
-"""
-
-
-def test_a_child_that_exits_like_any_program_does_no_harm(etcd: EtcdServer) -> None:
-    with python("-c", FORKING, etcd.get_endpoint()) as process:
-        answer, _ = process.communicate(timeout=DEADLINE)
-    assert (process.returncode, answer) == (0, "fine None\n")
-
-
 OUT_OF_REACH = """
 import os, sys, time
 from ftcoord.config import EtcdConfig, Tls
@@ -527,9 +488,3 @@ def test_a_program_that_closes_nothing_ends_without_threads(etcd: EtcdServer) ->
     with python("-c", NEVER_CLOSED, etcd.get_endpoint()) as process:
         answer, _ = process.communicate(timeout=DEADLINE)
     assert (process.returncode, answer) == (0, "[]\n")
-
-
-def test_ipv6_is_part_of_this_machine() -> None:
-    """test_names_and_addresses needs it; said here in words."""
-    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
-        probe.bind(("::1", 0))

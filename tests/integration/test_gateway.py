@@ -35,7 +35,7 @@ from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.quiet_grpc import grpc
+from ftcoord.etcd.quiet_grpc import grpc
 
 pytestmark = pytest.mark.skipif(
     sys.version_info >= (3, 14) or (sys.platform, platform.machine()) != ("linux", "x86_64"),

@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 
 import pytest
 from etcd_cluster import FragileEtcd
-from helpers import DEADLINE, Seen, eventually
+from helpers import DEADLINE, Seen, eventually, own_port
 
 from ftcoord import cli
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
-from ftcoord.embedded.server import LOOPBACK, EtcdServer, ReservedPort
+from ftcoord.embedded.server import LOOPBACK, EtcdServer
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdUnavailable
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
@@ -103,15 +103,11 @@ class SecureServer(FragileEtcd):
         tls = (f"--cert-file={own.cert}", f"--key-file={own.key}", f"--trusted-ca-file={authority.cert}")
         super().__init__(extra_args=[*tls, "--client-cert-auth", JSON_GATEWAY, *extra_args])
         self.issued = own
-        self.secure_port = ReservedPort(LOOPBACK)
+        self.secure_port = own_port()
 
     def _arguments(self) -> list[str]:
-        both = f"http://{self.get_endpoint()},https://{LOOPBACK}:{self.secure_port.number}"
+        both = f"http://{self.get_endpoint()},https://{LOOPBACK}:{self.secure_port}"
         return [*super()._arguments(), f"--listen-client-urls={both}"]
-
-    def stop(self) -> None:
-        super().stop()
-        self.secure_port.release()
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +134,7 @@ def secure(authority: Authority) -> Iterator[SecureServer]:
 
 
 def url(server: SecureServer, scheme: str = "https", host: str = "localhost") -> str:
-    return f"{scheme}://{host}:{server.secure_port.number}"
+    return f"{scheme}://{host}:{server.secure_port}"
 
 
 def connect(endpoint: str, **settings: Any) -> EtcdClient:

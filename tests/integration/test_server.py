@@ -1,4 +1,4 @@
-"""EtcdServer, and the tests' EtcdCluster: real etcd processes, which never outlive the process that starts them."""
+"""EtcdServer: real etcd processes, which never outlive the process that starts them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from etcd_cluster import EtcdCluster, FragileEtcd, state_of
+from etcd_cluster import FragileEtcd, state_of
 from helpers import DEADLINE, eventually, own_port
 
 import ftcoord
-from ftcoord.config import Credentials, EtcdConfig
-from ftcoord.embedded.binary import find_etcd
-from ftcoord.embedded.server import EtcdServer, set_login
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Credentials, Endpoint, EtcdConfig
+from ftcoord.embedded import server as server_module
+from ftcoord.embedded.server import EtcdServer, find_etcd
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdNoSpace, ForkedProcessError, ServerError
 from ftcoord.etcd.client import EtcdClient
 
@@ -60,13 +59,6 @@ def server(scratch: Path) -> Iterator[FragileEtcd]:
         yield started
 
 
-@pytest.fixture
-def cluster(scratch: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(3) as started:
-        yield started
-    assert list(scratch.iterdir()) == []
-
-
 def listening_socket() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
@@ -85,15 +77,13 @@ def post(member: EtcdServer, host: str, path: str = "/v3/kv/put") -> int:
         connection.close()
 
 
-def test_web_pages_reach_no_key(cluster: EtcdCluster) -> None:
-    with EtcdServer() as server:
-        for member in (server, *cluster.members):
-            own = f"127.0.0.1:{member.get_port()}"
-            assert post(member, own) == http.client.NOT_FOUND
-            assert post(member, f"evil.example:{member.get_port()}") == http.client.MISDIRECTED_REQUEST
-            answers = [post(member, host, "/health") for host in (own, "localhost", "[::1]:1", "evil.example")]
-            assert answers == [http.client.METHOD_NOT_ALLOWED] * 3 + [http.client.MISDIRECTED_REQUEST]
-            assert get(member, "a") is None
+def test_web_pages_reach_no_key(server: EtcdServer) -> None:
+    own = f"127.0.0.1:{server.get_port()}"
+    assert post(server, own) == http.client.NOT_FOUND
+    assert post(server, f"evil.example:{server.get_port()}") == http.client.MISDIRECTED_REQUEST
+    answers = [post(server, host, "/health") for host in (own, "localhost", "[::1]:1", "evil.example")]
+    assert answers == [http.client.METHOD_NOT_ALLOWED] * 3 + [http.client.MISDIRECTED_REQUEST]
+    assert get(server, "a") is None
 
 
 def anonymous(server: EtcdServer) -> EtcdClient:
@@ -123,9 +113,9 @@ def test_a_login_is_kept_with_the_data(tmp_path: Path, scratch: Path) -> None:
 def test_a_start_that_was_killed_half_way_is_completed(tmp_path: Path, scratch: Path) -> None:
     """The user is there, with a password that nobody knows; logins are off."""
     half = EtcdConfig((Endpoint("127.0.0.1", 1),), credentials=Credentials("root", "unknown"))
-    with EtcdServer(tmp_path) as server:
-        set_login(replace(half, endpoints=server.config().endpoints), True)
-        set_login(replace(half, endpoints=server.config().endpoints), False)
+    with EtcdServer(tmp_path) as server, EtcdClient(replace(half, endpoints=server.config().endpoints)) as client:
+        client.set_login(True)
+        client.set_login(False)
     with EtcdServer(tmp_path, login=True) as server:
         put(server, "a", "1")
 
@@ -260,7 +250,7 @@ def no_etcd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.delenv("FTCOORD_ETCD_BINARY", raising=False)
     monkeypatch.delenv("TORCHELASTIC_ETCD_BINARY_PATH", raising=False)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(metadata, "files", lambda name: None)
+    monkeypatch.setattr(server_module, "find_spec", lambda name: None)
     return monkeypatch
 
 
@@ -276,7 +266,7 @@ def test_the_binary_is_looked_for_in_order(no_etcd: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_wheel_brings_a_binary_and_its_script_is_bypassed(no_etcd: pytest.MonkeyPatch) -> None:
-    no_etcd.setattr(metadata, "files", lambda name: metadata.distribution(name).files)
+    no_etcd.setattr(server_module, "find_spec", find_spec)
     in_wheel = find_etcd()
     assert in_wheel.endswith("etcdbin/etcd")
     no_etcd.setenv("PATH", str(Path(sys.executable).parent))
@@ -304,7 +294,7 @@ def run_parent(code: str, tmp: Path) -> subprocess.Popen[str]:
 
 START = """
 import os, signal, sys
-from ftcoord.embedded.server import EtcdServer, set_login
+from ftcoord.embedded.server import EtcdServer
 server = EtcdServer()
 server.start()
 print(server.pid, server.get_port(), flush=True)
@@ -352,22 +342,6 @@ def test_parent_that_is_killed_ends_etcd(parent: Parent, first: str, way: signal
     process.send_signal(way)
     process.wait()
     eventually(lambda: not alive(etcd), "etcd ends with its parent")
-
-
-def test_the_next_start_removes_what_a_killed_parent_left(parent: Parent, scratch: Path) -> None:
-    """And nothing that another process uses, or may be about to use."""
-    process, etcd = parent(WAIT)
-    other, _ = parent(WAIT)
-    left, used = sorted(scratch.iterdir(), key=lambda path: (path / "etcd.log").stat().st_mtime)
-    process.kill()
-    process.wait()
-    eventually(lambda: not alive(etcd), "etcd ends with its parent")
-    fresh = Path(tempfile.mkdtemp(prefix="ftcoord-server-", dir=scratch))
-    with EtcdServer():
-        assert fresh.exists(), "it may just have been made"
-        assert not left.exists()
-        assert used.exists()
-    os.kill(other.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdError
 from ftcoord.etcd.api import Began, Lease, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.watch import WatchHub
+from ftcoord.etcd.watch import WatchHub
 from ftcoord.primitives.leased_key import LeasedKey
 from ftcoord.primitives.renewal import KeptLease, Renewer
 from ftcoord.rendezvous import policy

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from etcd_cluster import EtcdCluster
-from helpers import DEADLINE, Seen, eventually, own_port
+from helpers import DEADLINE, Seen, eventually
 
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.binary import find_etcd
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdAuthError, EtcdUnavailable, OutcomeUnknown
+from ftcoord.etcd import messages
+from ftcoord.etcd import watch as watch_module
 from ftcoord.etcd.api import Began, KeyValue, Put, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc import messages
-from ftcoord.etcd.rpc import watch as watch_module
-from ftcoord.etcd.rpc.transport import Transport
-from ftcoord.etcd.rpc.watch import Watcher, WatchHub
+from ftcoord.etcd.transport import Transport
+from ftcoord.etcd.watch import Watcher, WatchHub
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.write_once import write_once
 
@@ -45,34 +42,8 @@ def own(etcd: EtcdServer) -> Iterator[EtcdClient]:
         yield client
 
 
-@pytest.fixture
-def behind_proxy(etcd: EtcdServer, tmp_path: Path) -> Iterator[EtcdClient]:
-    """A client behind etcd's own grpc-proxy."""
-    endpoint = f"127.0.0.1:{own_port()}"
-    command = [find_etcd(), "grpc-proxy", "start", f"--endpoints={etcd.get_endpoint()}", f"--listen-addr={endpoint}"]
-    with (tmp_path / "proxy.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as proxy:
-        try:
-            with EtcdClient(EtcdConfig.load(endpoint, request_timeout=DEADLINE, env={})) as client:
-                client.status()
-                yield client
-        finally:
-            proxy.kill()
-
-
 def watch_from_now(client: EtcdClient, span: Span, seen: Seen) -> Watcher:
     return client.watch(span, client.get("/").revision + 1, seen)
-
-
-def test_watches_behind_etcds_proxy(behind_proxy: EtcdClient, prefix: str) -> None:
-    """It gives the watches of a stream numbers of its own."""
-    watched = [(f"{prefix}/{name}", Seen()) for name in "abc"]
-    for key, seen in watched:
-        behind_proxy.watch(Span(key), 0, seen)
-        assert isinstance(seen.next(), Began)
-    for key, _ in reversed(watched):
-        behind_proxy.put(key, b"")
-    for key, seen in watched:
-        assert [event.kv.key for event in seen.events(1)] == [key]
 
 
 class Writer:

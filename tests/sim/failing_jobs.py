@@ -34,7 +34,7 @@ from ftcoord.core.layout import KEY_PREFIX, decided_key, members_span, timers_ke
 from ftcoord.core.rendezvous_records import ROLLS, AnyRound, WorkerFailure, parse_decided
 from ftcoord.core.timers import TimerInfo
 from ftcoord.etcd.api import Event, Get, Put
-from ftcoord.etcd.namespace import Namespace
+from ftcoord.etcd.client import Namespace
 from ftcoord.operator.orders import evict_members, find_members
 from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes

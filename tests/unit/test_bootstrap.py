@@ -13,7 +13,7 @@ from virtual import Scheduler
 from ftcoord.config import EtcdConfig
 from ftcoord.core.rendezvous_records import HeardRound, RollChunk, Round, Seat, head_of
 from ftcoord.errors import ConfigError
-from ftcoord.etcd.rpc import addresses
+from ftcoord.etcd import addresses
 from ftcoord.rendezvous import bootstrap
 from ftcoord.rendezvous.bootstrap import address_trouble, check_local_addr, own_address
 from ftcoord.rendezvous.handler import check_for_torch

@@ -12,8 +12,7 @@ from helpers import pem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcoord.config import Credentials, EtcdConfig, Tls
-from ftcoord.endpoints import Endpoint, parse_host
+from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls, parse_host
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import HIDDEN
 

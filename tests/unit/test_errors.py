@@ -13,14 +13,13 @@ import pytest
 
 from ftcoord import errors
 from ftcoord.demo.run import DemoError
-from ftcoord.embedded.server import PortLost
 from ftcoord.errors import FtcoordError
 from ftcoord.primitives.group.member_key import MemberLost
 from ftcoord.primitives.group.membership import Left
 from ftcoord.store.errors import RoundOverError
 
 MADE: dict[type[FtcoordError], Callable[[], FtcoordError]] = {
-    errors.ConfigError: lambda: errors.ConfigError("lease_ttl", [-1], "give whole seconds, at least 1"),
+    errors.ConfigError: lambda: errors.ConfigError("lease_ttl", -1, "give whole seconds, at least 1"),
     errors.StateError: lambda: errors.StateError("/key", "holds nonsense"),
     errors.ThreadNotStarted: lambda: errors.ThreadNotStarted("ftcoord-watch", RuntimeError("no")),
     errors.ThreadFailed: lambda: errors.ThreadFailed("watches", ZeroDivisionError()),
@@ -45,7 +44,7 @@ def kinds(root: type[FtcoordError]) -> Iterator[type[FtcoordError]]:
         yield from kinds(kind)
 
 
-ELSEWHERE = {DemoError, PortLost, MemberLost, Left, RoundOverError}
+ELSEWHERE = {DemoError, MemberLost, Left, RoundOverError}
 """Those that are not in `ftcoord.errors`."""
 KINDS = sorted(ELSEWHERE.union(kinds(FtcoordError)), key=lambda kind: kind.__name__)
 

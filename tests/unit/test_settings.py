@@ -13,9 +13,8 @@ from helpers import pem
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ftcoord.config import Credentials, EtcdConfig, Tls
+from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
 from ftcoord.core.round_situation import RoundOptions
-from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError
 from ftcoord.rendezvous.settings import RendezvousSettings, RunTimes
 

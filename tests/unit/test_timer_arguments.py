@@ -33,7 +33,7 @@ def no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a socket was opened")
 
     monkeypatch.setattr(socket, "socket", refuse)
-    for module in ("ftcoord.etcd.namespace", "ftcoord.timer.agent"):
+    for module in ("ftcoord.etcd.client", "ftcoord.timer.agent"):
         monkeypatch.setattr(f"{module}.SharedClient", refuse)
 
 
@@ -81,7 +81,7 @@ def test_wrong_types() -> None:
 
 
 def test_a_heartbeat_is_a_context_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcoord.etcd.namespace.SharedClient", lambda config: None)
+    monkeypatch.setattr("ftcoord.etcd.client.SharedClient", lambda config: None)
     with pytest.raises(RuntimeError, match="with Heartbeat"):
         ftcoord.Heartbeat("job", "me", 5).update(1)
 
@@ -109,7 +109,7 @@ class Key:
 def timers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[client_module.EtcdTimerClient, Key]]:
     key = Key()
     monkeypatch.setattr(client_module, "LeasedKey", lambda *_, **__: key)
-    monkeypatch.setattr("ftcoord.etcd.namespace.SharedClient", lambda config: EtcdNowhere())
+    monkeypatch.setattr("ftcoord.etcd.client.SharedClient", lambda config: EtcdNowhere())
     client = ftcoord.timer.EtcdTimerClient("job", NOWHERE)
     yield client, key
     client.close()

@@ -15,8 +15,7 @@ from ftcoord.core.death_records import Death, encode
 from ftcoord.core.layout import death_key
 from ftcoord.core.verdict import Next, Outlook, Standing
 from ftcoord.errors import EtcdError, LeaseLost, StateError
-from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
+from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, SnapshotReader, Span, read_snapshot
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 from ftcoord.logs import ending
 from ftcoord.primitives.group.membership import (

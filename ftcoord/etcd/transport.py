@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from ftcoord import concurrency, files
@@ -20,12 +19,10 @@ from ftcoord.errors import (
     EtcdUnavailable,
     OutcomeUnknown,
 )
+from ftcoord.etcd import messages
+from ftcoord.etcd.addresses import Address, Addresses
+from ftcoord.etcd.quiet_grpc import GrpcThreads, grpc, quiet_grpc
 from ftcoord.etcd.retry import retry
-from ftcoord.etcd.rpc import errors, messages
-from ftcoord.etcd.rpc.addresses import Address, Addresses
-from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
-from ftcoord.etcd.rpc.rollback import RollbackDetector
-from ftcoord.etcd.rpc.threads import GrpcThreads
 from ftcoord.fork import OwnerProcess
 from ftcoord.metrics import process as metrics
 
@@ -45,32 +42,22 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 5_000),  # what newer grpcio goes by instead
 )
 
-_LINEARIZABLE = (messages.RANGE, messages.TXN)
 _NEEDS_LEADER = (("hasleader", "true"),)
 CLIENT_CLOSED = "this etcd client was closed; make a new one"
 SHORTEST_CALL = 0.05
 """The fewest seconds for a call, even if less is left: with none, it could not be answered at all."""
 SILENT_AFTER = 1.0
 """Seconds without any answer after which a call that times out has its member connected to anew."""
-FIRST_LOGIN_PAUSE = 2.0
-"""The most seconds until a refused login is tried again; then twice as long each time,"""
-LONGEST_LOGIN_PAUSE = 30.0
-"""up to this. A random part of it, at least half: all clients of a job are refused at the same time."""
-
-
-class _LoginRanOut(EtcdUnavailable):
-    """etcd does not know the login's token, and did nothing: log in again."""
+LOGIN_PAUSE = 10.0
+"""The most seconds until a refused login is tried again, at least half of it: all clients of a job are refused at the
+same time, they retry within a second, and each login costs etcd a bcrypt."""
 
 
 class Member:
     """One address of etcd: its channel, and when it last answered (monotonic seconds). Thread-safe."""
 
-    def __init__(
-        self, address: Address, tls: Tls | None, credentials: grpc.ChannelCredentials | None, threads: GrpcThreads
-    ) -> None:
+    def __init__(self, address: Address, tls: Tls | None, credentials: grpc.ChannelCredentials | None) -> None:
         self.name = str(address)
-        self._threads = threads  # never changes
-        self._cancels_renewals = False  # any thread, becomes True once
         self.has_answered = False  # on this channel; any thread, becomes True once
         self.alive_at = concurrency.now()  # any thread, as a whole: of two moments either one will do
         # Any thread, one step of a dict at a time; if two make the same callable, the last one stays.
@@ -85,47 +72,17 @@ class Member:
             options += (("grpc.ssl_target_name_override", tls.name_at(address.endpoint.host)),)
         self.channel = grpc.secure_channel(address.target, credentials, options)
 
-    def unary(self, method: messages.Method) -> Callable[..., Any]:
+    def unary(self, method: messages.Method) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
         """How to call `method` on this member. Kept, because making it takes as long as the rest of a call's
-        preparation."""
-        if method is messages.KEEP_ALIVE:
-            return self._renew
-        return self._kept(method)
+        preparation.
 
-    def _kept(self, method: messages.Method) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
+        To renew a lease is a stream for etcd. One request and one answer look the same on it as a unary call, which
+        costs a sixth.
+        """
         if (invoke := self._unary.get(method)) is None:
             invoke = self.channel.unary_unary(method.path, method.serialize, method.parse)
             self._unary[method] = invoke
         return invoke
-
-    def _renew(self, request: Any, timeout: float, metadata: Any) -> Any:
-        """Renew a lease, which is a stream for etcd. One request and one answer look the same on it as a unary call,
-        which costs a sixth. But that half-closes the stream at once, and etcd's grpc-proxy then cancels it."""
-        if not self._cancels_renewals:
-            try:
-                return self._kept(messages.KEEP_ALIVE)(request, timeout=timeout, metadata=metadata)
-            except grpc.RpcError as error:
-                if "context canceled" not in failure_of(error).details:
-                    raise
-                self._cancels_renewals = True
-        return self._renew_on_stream(request, timeout, metadata)
-
-    def _renew_on_stream(self, request: Any, timeout: float, metadata: Any) -> Any:
-        """On a stream of its own. One for all renewals would have the proxy renew by itself, each third of the TTL:
-        it would answer only then, and keep the lease when the client is gone."""
-        method, answered = messages.KEEP_ALIVE, concurrency.event()
-
-        def requests() -> Iterator[Any]:
-            yield request
-            answered.wait()
-
-        invoke = self.channel.stream_stream(method.path, method.serialize, method.parse)
-        try:
-            call = invoke(self._threads.noted(requests()), timeout=timeout, metadata=metadata)
-            self._threads.expect(call)
-            return next(call)
-        finally:
-            answered.set()
 
     def seen(self) -> None:
         self.alive_at = concurrency.now()
@@ -145,7 +102,7 @@ class Transport:
         self._addresses = Addresses(config.endpoints, config.tls is not None)
         # Guards the next five, and is never held during a call or a look-up.
         self._lock = concurrency.lock("Transport._lock")
-        self._pem = _Pem.read(config.tls) if config.tls else None  # now: a failover must not need the files
+        self._pem = _pem(config.tls) if config.tls else None  # now: a failover must not need the files
         self._index = 0  # of the address in use, among those that were found last
         self._members: dict[Address, Member] = {}
         self._has_others = len(config.endpoints) > 1  # whether another address may answer in place of this one
@@ -156,12 +113,8 @@ class Transport:
         # `forget_token`, which may only make one login too many; read without it.
         self._token_lock = concurrency.lock("Transport._token_lock")
         self._token: str | None = None
-        self._refusals = _Refusals()  # guarded by _token_lock
-        self._renewals_log_in = False
-        """Whether this etcd requires a login for renewing a lease; only ever becomes true, by any thread. No version
-        does so far, and a slow or refused login must not cost a lease."""
+        self._refusal, self._refused_until = "", 0.0  # guarded by _token_lock
         self._threads = GrpcThreads()
-        self._rollback = RollbackDetector()
         self.closed = concurrency.event()  # set with `_lock` not held: `member()` looks at it with the lock held
 
     def member(self, deadline: float | None = None) -> Member:
@@ -179,8 +132,8 @@ class Transport:
                 self._index %= len(found)
                 address = found[self._index]
                 if address not in self._members:
-                    credentials = self._pem.credentials() if self._pem else None
-                    self._members[address] = Member(address, self.config.tls, credentials, self._threads)
+                    credentials = grpc.ssl_channel_credentials(*self._pem) if self._pem else None
+                    self._members[address] = Member(address, self.config.tls, credentials)
                 self._current, self._has_others = self._members[address], len(found) > 1
             return self._current
 
@@ -227,7 +180,7 @@ class Transport:
         if self.config.tls is None:
             return False
         try:
-            before, self._pem = self._pem, _Pem.read(self.config.tls)
+            before, self._pem = self._pem, _pem(self.config.tls)
         except ConfigError as error:  # perhaps they are being replaced at this moment
             log.debug("the certificates are still the old ones: %s", error)
             return False
@@ -235,7 +188,11 @@ class Transport:
 
     def call(self, method: messages.Method, request: Any, *, timeout: float | None = None, write: bool = False) -> Any:
         """One unary call, answered or failed within `timeout` seconds (default: the configured one)."""
-        return self._retry(lambda deadline: self._unary(method, request, deadline, write), timeout)
+        deadline = concurrency.now() + (self.config.request_timeout if timeout is None else timeout)
+        deadline = min(
+            deadline, concurrency.exit_deadline()
+        )  # an etcd that is away must not keep a process from ending
+        return retry(lambda: self._unary(method, request, deadline, write), (EtcdUnavailable,), deadline, self.closed)
 
     def stream(self, method: messages.Method, requests: Iterator[Any], member: Member, token: str | None) -> Any:
         """Open a stream on `member`. Errors are raised as grpc.RpcError, for the caller to judge."""
@@ -259,7 +216,7 @@ class Transport:
         late = EtcdUnavailable(f"etcd at {self.config.describe()} does not answer the login that is under way")
         with concurrency.held(self._token_lock, deadline, late):
             if (token := self._token) is None:
-                token = self._token = self._refusals.heed(lambda: self._log_in(deadline))
+                token = self._token = self._log_in(deadline)
             return token
 
     def forget_token(self, stale: str | None) -> None:
@@ -282,18 +239,10 @@ class Transport:
         """Wait until the calls and streams of a closed transport have ended."""
         self._threads.join(timeout)
 
-    def _retry(self, attempt: Callable[[float], Any], timeout: float | None) -> Any:
-        deadline = concurrency.now() + (self.config.request_timeout if timeout is None else timeout)
-        deadline = min(
-            deadline, concurrency.exit_deadline()
-        )  # an etcd that is away must not keep a process from ending
-        return retry(lambda: attempt(deadline), (EtcdUnavailable,), deadline, self.closed)
-
     def _unary(self, method: messages.Method, request: Any, deadline: float, write: bool) -> Any:
         member = self.member(deadline)
-        logs_in = method is not messages.KEEP_ALIVE or self._renewals_log_in
-        token = self.token(deadline) if logs_in else self._token
-        known = self._rollback.revision if method in _LINEARIZABLE else None
+        # etcd requires no token for a renewal: a slow or refused login must not cost a lease.
+        token = self._token if method is messages.KEEP_ALIVE else self.token(deadline)
         began = concurrency.now()
         try:
             with self._judged(member, write=write, token=token):
@@ -301,19 +250,15 @@ class Transport:
                 response = member.unary(method)(request, timeout=timeout, metadata=_metadata(token))
         except EtcdError as error:
             metrics.REQUEST_FAILURES.add(method.name, type(error).__name__)
-            if not logs_in and isinstance(error, (_LoginRanOut, EtcdAuthError)):
-                self._renewals_log_in = True
-                raise _LoginRanOut(str(error)) from None
             raise
         member.seen()
         metrics.REQUEST_SECONDS.observe(member.alive_at - began, method.name)
-        self._rollback.note(response.header, known, member.name)
         return response
 
     def _attempt_timeout(self, deadline: float, write: bool) -> float:
         """Seconds for one attempt. A read leaves time to ask another member; a write is sent only once."""
-        left = _left(deadline)
-        return left if write or not self._has_others else max(left / 2, SHORTEST_CALL)
+        left = deadline - concurrency.now()
+        return max(left if write or not self._has_others else left / 2, SHORTEST_CALL)
 
     @contextmanager
     def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
@@ -324,13 +269,16 @@ class Transport:
             yield
         except grpc.RpcError as error:
             log.debug("a call of etcd at %s failed: %r", member.name, error)
-            failure = failure_of(error)
-            if errors.blames_member(failure):
-                self.blame(member, silent=_shows_silence(failure, member, began))
-            if self.config.credentials and errors.is_stale_token(failure.details):
+            code, details = failure_of(error)
+            if messages.blames_member(code, details):
+                # A short call may just have met a busy etcd.
+                waited = code == "DEADLINE_EXCEEDED" and concurrency.now() - began >= SILENT_AFTER
+                self.blame(member, silent=waited and member.alive_at <= began)
+            if self.config.credentials and messages.is_stale_token(details):
                 self.forget_token(token)
-                raise _LoginRanOut(f"etcd at {member.name}: the login ran out: {failure.details}") from None
-            raise errors.translate(failure, write=write, where=member.name) from None
+                # etcd did nothing: log in again
+                raise EtcdUnavailable(f"etcd at {member.name}: the login ran out: {details}") from None
+            raise messages.translate(code, details, write=write, where=member.name) from None
         except ValueError:  # gRPC raises it if close() was faster than the call: nothing was sent
             if not self.closed.is_set():
                 raise
@@ -342,57 +290,33 @@ class Transport:
             self._threads.leave()
 
     def _log_in(self, deadline: float) -> str:
-        """A token, or '' if authentication is off."""
+        """With the token's lock held: a token, or '' if authentication is off.
+
+        After a refusal it raises the same error, in the same words, without asking until the pause is over: loops that
+        retry then log it once.
+        """
+        if concurrency.now() < self._refused_until:
+            raise EtcdAuthError(self._refusal)
         credentials = self.config.credentials
         assert credentials is not None
         member = self.member(deadline)
-        method = messages.AUTHENTICATE
+        login = member.unary(messages.AUTHENTICATE)
         request = messages.message("AuthenticateRequest")(name=credentials.user, password=credentials.password)
         try:
             with self._judged(member):
-                return str(member.unary(method)(request, timeout=self._attempt_timeout(deadline, False)).token)
+                return str(login(request, timeout=self._attempt_timeout(deadline, False)).token)
         except EtcdError as error:
             if "authentication is not enabled" in str(error):
                 return ""
+            if isinstance(error, EtcdAuthError):
+                self._refusal = str(error)
+                self._refused_until = concurrency.now() + random.uniform(0.5, 1) * LOGIN_PAUSE
             raise
 
 
-class _Refusals:
-    """Spaces out refused logins: each costs etcd a bcrypt, and clients retry within a second."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._last = ""
-        self._until = 0.0
-
-    def heed(self, log_in: Callable[[], str]) -> str:
-        """What `log_in` returns. Raises its errors; the same EtcdAuthError again until the next attempt is due, in the
-        same words, so that loops that retry log it once."""
-        if concurrency.now() < self._until:
-            raise EtcdAuthError(self._last)
-        try:
-            token = log_in()
-        except EtcdAuthError as error:
-            self._last = str(error)
-            self._until = concurrency.now() + random.uniform(0.5, 1) * min(
-                FIRST_LOGIN_PAUSE * 2.0 ** min(self._count, 10), LONGEST_LOGIN_PAUSE
-            )
-            self._count += 1
-            raise
-        self._count = 0
-        return token
-
-
-def failure_of(error: grpc.RpcError) -> errors.CallFailure:
-    """The failure in gRPC's error."""
-    return errors.CallFailure(error.code().name, error.details() or "")
-
-
-def _shows_silence(failure: errors.CallFailure, member: Member, began: float) -> bool:
-    """Whether a call that began at that time shows that a member's connection does not work: a short one may just have
-    met a busy etcd."""
-    waited = concurrency.now() - began
-    return failure.code == "DEADLINE_EXCEEDED" and waited >= SILENT_AFTER and member.alive_at <= began
+def failure_of(error: grpc.RpcError) -> tuple[str, str]:
+    """The code and the text of gRPC's error."""
+    return error.code().name, error.details() or ""
 
 
 def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
@@ -400,25 +324,10 @@ def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     return (*_NEEDS_LEADER, ("token", token)) if token else _NEEDS_LEADER
 
 
-def _left(deadline: float) -> float:
-    return max(deadline - concurrency.now(), SHORTEST_CALL)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pem:
-    """The contents of the files of a `Tls`. Raises ConfigError when one cannot be read or is truncated."""
-
-    ca: bytes | None
-    key: bytes | None = field(repr=False)
-    cert: bytes | None
-
-    @classmethod
-    def read(cls, tls: Tls) -> _Pem:
-        return cls(
-            ca=files.pem("ca_cert", tls.ca, files.CERTIFICATE) if tls.ca else files.system_authorities(),
-            key=files.pem("key", tls.key, files.PRIVATE_KEY) if tls.key else None,
-            cert=files.pem("cert", tls.cert, files.CERTIFICATE) if tls.cert else None,
-        )
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+def _pem(tls: Tls) -> tuple[bytes | None, bytes | None, bytes | None]:
+    """The authorities, the key and the certificate. Raises ConfigError for a file that cannot be read or is cut off."""
+    return (
+        files.pem("ca_cert", tls.ca, files.CERTIFICATE) if tls.ca else files.system_authorities(),
+        files.pem("key", tls.key, files.PRIVATE_KEY) if tls.key else None,
+        files.pem("cert", tls.cert, files.CERTIFICATE) if tls.cert else None,
+    )

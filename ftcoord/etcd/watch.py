@@ -26,12 +26,12 @@ from ftcoord.errors import (
     Rewound,
     ThreadNotStarted,
 )
+from ftcoord.etcd import messages
 from ftcoord.etcd.api import Batch, Began, Event, Span, WatchItem, encode_key
+from ftcoord.etcd.messages import key_value
+from ftcoord.etcd.quiet_grpc import grpc
 from ftcoord.etcd.retry import backoff
-from ftcoord.etcd.rpc import errors, messages
-from ftcoord.etcd.rpc.codec import key_value
-from ftcoord.etcd.rpc.quiet_grpc import grpc
-from ftcoord.etcd.rpc.transport import CLIENT_CLOSED, Transport, failure_of
+from ftcoord.etcd.transport import CLIENT_CLOSED, Transport, failure_of
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,6 @@ STREAM_CHECK_INTERVAL: Final = 1.0
 """Seconds between two checks of the stream's health."""
 PROBE_AFTER: Final = 4.0
 """Seconds without any answer from the member until the stream probes it."""
-PROBE_STREAM_AFTER: Final = 60.0
-"""Seconds without an answer on the stream itself, even if the member answers other calls, until the stream is
-probed."""
 PROBE_TIMEOUT: Final = 4.0
 """Seconds that the member has to answer a probe."""
 PROBE_ID: Final = 1
@@ -56,6 +53,7 @@ class Watcher:
 
     hub: WatchHub
     source: _Source
+    user: object
     deliver: Callable[[WatchItem], None]
 
     def tell(self, item: WatchItem) -> None:
@@ -106,10 +104,16 @@ class WatchHub:
         self._thread: concurrency.Thread | None = None
 
     def add(
-        self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], deletes_only: bool = False
+        self,
+        span: Span,
+        start_revision: int,
+        deliver: Callable[[WatchItem], None],
+        deletes_only: bool = False,
+        *,
+        user: object = None,
     ) -> Watcher:
-        """Start watching. `deliver` is called on the hub's thread. If etcd has already confirmed the same watch, the
-        confirmation is delivered on the caller's thread.
+        """Start watching for `user`. `deliver` is called on the hub's thread. If etcd has already confirmed the same
+        watch, the confirmation is delivered on the caller's thread.
 
         Raises ClientClosed, and EtcdUnavailable when no thread can be started.
         """
@@ -119,12 +123,20 @@ class WatchHub:
                 raise ClientClosed(CLIENT_CLOSED)
             self._start()  # first: if that fails, nothing may be left that the next thread would watch for nobody
             source = self._source(span, start_revision, deletes_only)
-            watcher = Watcher(self, source, deliver)
+            watcher = Watcher(self, source, user, deliver)
             source.watchers += (watcher,)
             stands_since = source.next_revision - 1 if source.stood else None
         if stands_since is not None:
             watcher.tell(Began(stands_since))
         return watcher
+
+    def end(self, user: object) -> None:
+        """End all watches of a user with ClientClosed."""
+        with self._lock:
+            watchers = [one for source in self._sources.values() for one in source.watchers if one.user is user]
+        for watcher in watchers:
+            watcher.cancel()
+            watcher.tell(ClientClosed(CLIENT_CLOSED))
 
     def _start(self) -> None:
         """With the lock held: make sure that the thread runs. It waits for the lock before it looks for sources."""
@@ -170,13 +182,9 @@ class WatchHub:
         """End every watch. Close the transport before. Does nothing in a forked child."""
         if not self._transport.is_owner():
             return
+        self._fail_all(ClientClosed(CLIENT_CLOSED))
         with self._lock:
-            sources = list(self._sources.values())
-            self._sources.clear()
-            self._shared.clear()
             stream, thread = self._stream, self._thread
-        for source in sources:
-            source.deliver(ClientClosed(CLIENT_CLOSED))
         if stream is not None:
             stream.cancel()
         if thread is not None and thread is not concurrency.current_thread():
@@ -241,20 +249,18 @@ class WatchHub:
         if stream.ended:  # by us, for a reason that was dealt with
             return
         member = stream.member
-        failure = failure_of(error)
-        if errors.blames_member(failure):
+        code, details = failure_of(error)
+        if messages.blames_member(code, details):
             self._transport.blame(member)
-        if errors.is_stale_token(failure.details):
+        if messages.is_stale_token(details):
             self._transport.forget_token(stream.token)
-        log.debug(
-            "watch stream of %s ended: %s", member.name, errors.translate(failure, write=False, where=member.name)
-        )
+        log.debug("watch stream of %s ended: %s (%s)", member.name, details, code)
 
     def _handle(self, stream: _Stream, response: Any) -> None:
         watch_id = stream.note_answer(response)
         with self._lock:
             source = self._sources.get(watch_id)
-        if response.canceled and stream.token is not None and errors.is_stale_token(response.cancel_reason):
+        if response.canceled and stream.token is not None and messages.is_stale_token(response.cancel_reason):
             self._log_in_again(stream)
         elif source is None:
             return
@@ -298,7 +304,7 @@ class WatchHub:
         elif "permission denied" in reason and stream.token is not None and not source.denied:
             source.denied = True  # etcd before 3.5.5 says the same if a token has expired
             self._log_in_again(stream)
-        elif errors.is_stale_token(reason) or "permission denied" in reason:
+        elif messages.is_stale_token(reason) or "permission denied" in reason:
             self._fail(source, EtcdAuthError(f"watching {source.span.start!r}: {reason}; {self._advice()}"))
         else:
             log.debug("watch on %r cancelled by etcd (%s); opening it again", source.span.start, reason or "no reason")
@@ -335,11 +341,7 @@ class _Stream:
         self.token = transport.token()
         self._outbox: concurrency.Queue[Any] = concurrency.inbox()  # None ends it
         self._creating: deque[int] = deque()  # gRPC's thread appends, the hub's takes: the ids that etcd will confirm
-        # Our ids by etcd's and etcd's by ours; gRPC's thread adds, the hub's takes, one step of a dict at a time.
-        self._ours: dict[int, int] = {}
-        self._theirs: dict[int, int] = {}
         self.ended = False  # any thread; becomes True once
-        self._created = 0  # only gRPC's thread: watches created so far
         self._answered_at = concurrency.now()  # the hub's thread writes, gRPC's reads
         self._asked_at: float | None = None  # only gRPC's thread: when a probe was sent
         self._call: Any = None  # the hub's thread, before gRPC's begins; `cancel` looks at `ended` on both sides
@@ -372,15 +374,10 @@ class _Stream:
         self.member.seen()
         if response.watch_id < 0:
             return self._creating.popleft() if response.created and self._creating else UNKNOWN_ID
-        ours = self._ours.get(response.watch_id, UNKNOWN_ID)
         if response.created:
             with contextlib.suppress(ValueError):
-                self._creating.remove(ours)
-        if response.canceled:
-            self._ours.pop(response.watch_id, None)
-            if self._theirs.get(ours) == response.watch_id:
-                del self._theirs[ours]
-        return ours
+                self._creating.remove(response.watch_id)
+        return int(response.watch_id)
 
     def _requests(self) -> Iterator[Any]:
         """Runs on a gRPC thread: yields the requests, and checks the stream's health in between."""
@@ -389,24 +386,13 @@ class _Stream:
                 request = self._outbox.get(timeout=STREAM_CHECK_INTERVAL)
                 if request is None:
                     return
-                yield self._with_etcds_id(request)
+                if request.HasField("create_request"):
+                    self._creating.append(request.create_request.watch_id)
+                yield request
             except concurrency.Empty:
                 if self._idle():  # the hub's thread ends with it, though the process keeps its client
                     self.cancel()
             self._probe(concurrency.now())
-
-    def _with_etcds_id(self, request: Any) -> Any:
-        """The request with the id of its watch at etcd. The grpc-proxy counts the watches of a stream from 0, whatever
-        ids are asked for: so we ask for the same."""
-        if request.HasField("create_request"):
-            create = request.create_request
-            theirs, self._created = self._created, self._created + 1
-            self._creating.append(create.watch_id)
-            self._ours[theirs], self._theirs[create.watch_id] = create.watch_id, theirs
-            create.watch_id = theirs
-        else:
-            request.cancel_request.watch_id = self._theirs.get(request.cancel_request.watch_id, -1)
-        return request
 
     def _probe(self, now: float) -> None:
         """Ask for an answer after some silence; end the stream when there is none.
@@ -414,8 +400,7 @@ class _Stream:
         It asks by creating a watch and cancelling it: newer servers do not answer a progress request if nothing was
         written since a watch began.
         """
-        stale_at = self._answered_at + PROBE_STREAM_AFTER - PROBE_AFTER
-        heard_at = min(max(self._answered_at, self.member.alive_at), stale_at)
+        heard_at = max(self._answered_at, self.member.alive_at)
         if self._asked_at is not None and self._asked_at < self._answered_at:
             self._asked_at = None
         if self._asked_at is not None and now - self._asked_at > PROBE_TIMEOUT:

@@ -19,8 +19,7 @@ from itertools import zip_longest
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
-from ftcoord.config import EtcdConfig
-from ftcoord.endpoints import Endpoint, parse_host
+from ftcoord.config import Endpoint, EtcdConfig, parse_host
 from ftcoord.errors import NO_ETCD, EtcdUnavailable, ThreadNotStarted
 
 NEWS_WITHIN: Final = 0.1
