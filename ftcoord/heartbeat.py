@@ -33,9 +33,8 @@ from ftcoord.errors import (
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.primitives.deaths import cause_of_death
-from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.leased_key import LeasedKey
-from ftcoord.primitives.mirror import Change
+from ftcoord.primitives.mirror import Change, Feed
 
 log = logging.getLogger(__name__)
 

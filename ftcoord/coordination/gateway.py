@@ -47,7 +47,7 @@ from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
-from ftcoord.primitives.informer import Informer
+from ftcoord.primitives.mirror import Informer
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.primitives.deaths import causes_of
-from ftcoord.primitives.informer import Informer
-from ftcoord.primitives.mirror import Mirror
+from ftcoord.primitives.mirror import Informer, Mirror
 
 log = logging.getLogger(__name__)
 

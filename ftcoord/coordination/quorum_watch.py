@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
+from ftcoord.concurrency import StepThread
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.connection import connect
@@ -20,9 +21,8 @@ from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Etcd, Get
 from ftcoord.etcd.shared import SharedClient
 from ftcoord.primitives.deaths import causes_of
-from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.group.parse_cache import ParsedKeys
-from ftcoord.primitives.step_thread import StepThread
+from ftcoord.primitives.mirror import Feed
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
+from ftcoord.concurrency import StepThread
 from ftcoord.dashboard.pasts import Past, past_of
 from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStarted
 from ftcoord.etcd.api import Etcd, KeyValue
@@ -24,7 +25,6 @@ from ftcoord.operator.status import Rules
 from ftcoord.operator.summary import read_jobs
 from ftcoord.operator.told import JobList, JobStatus, Watched
 from ftcoord.operator.watching import JobWatch, TimerLook, newest, probe
-from ftcoord.primitives.step_thread import StepThread
 
 MOST_VIEWERS: Final = 200
 """The most viewers of all jobs together."""

@@ -11,8 +11,7 @@ from ftcoord.core.layout import (
 )
 from ftcoord.etcd.api import Etcd
 from ftcoord.operator.job_keys import JobKeys, keys_of, spans_of
-from ftcoord.primitives.informer import Informer
-from ftcoord.primitives.mirror import Mirror
+from ftcoord.primitives.mirror import Informer, Mirror
 
 
 def follow_job(

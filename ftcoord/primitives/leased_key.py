@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable
 
 from ftcoord import concurrency
+from ftcoord.concurrency import StepThread
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, ThreadFailed
 from ftcoord.etcd.api import Etcd, Get, Put, Span, unchanged
 from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.step_thread import StepThread
 from ftcoord.primitives.write_once import write_attempt_timeout
 
 log = logging.getLogger(__name__)

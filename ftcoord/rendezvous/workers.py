@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
+from ftcoord.concurrency import StepThread
 from ftcoord.core.causes import first_failure, follows
 from ftcoord.core.event_records import WorkerFailure
 from ftcoord.primitives.orphans import bears
-from ftcoord.primitives.step_thread import StepThread
 from ftcoord.proc import (
     P_PIDFD,
     RECENT,

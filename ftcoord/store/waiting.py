@@ -12,7 +12,7 @@ from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, WatchItem
 from ftcoord.etcd.reading import read_snapshot
 from ftcoord.etcd.retry import backoff, retry_until_answered
-from ftcoord.primitives.exactly_once import Fence, round_over
+from ftcoord.primitives.write_once import Fence, round_over
 
 _Items: TypeAlias = "concurrency.Queue[tuple[int, WatchItem | None]]"
 _FENCE: Final = -1

@@ -10,14 +10,14 @@ from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
+from ftcoord.concurrency import StepThread
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import KEY_PREFIX, is_expired_key, timers_span
 from ftcoord.core.timers import Timer, TimerInfo, Worker, inform, parse_timers
 from ftcoord.errors import ConfigError, EtcdUnavailable, StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue
 from ftcoord.etcd.namespace import Namespace
-from ftcoord.primitives.feed import Feed
-from ftcoord.primitives.step_thread import StepThread
+from ftcoord.primitives.mirror import Feed
 from ftcoord.timer.ledger import host_id
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,7 @@ from ftcoord.etcd.api import Etcd, KeyValue, Put, unchanged
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.log_once import LogOnce
 from ftcoord.metrics import process as metrics
-from ftcoord.primitives.feed import Feed
-from ftcoord.primitives.mirror import Change
+from ftcoord.primitives.mirror import Change, Feed
 from ftcoord.primitives.orphans import bears
 from ftcoord.primitives.write_once import write_attempt_timeout
 from ftcoord.proc import send_if

@@ -17,9 +17,8 @@ from ftcoord.errors import StateError
 from ftcoord.etcd.api import Batch, Began, Delete, Etcd, Get, KeyValue, Put, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.heartbeat import Heartbeat, watch_heartbeats
-from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
-from ftcoord.primitives.mirror import Mirror, Posted
+from ftcoord.primitives.mirror import Feed, Mirror, Posted
 
 MISSED = "missed a change"
 

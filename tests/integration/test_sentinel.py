@@ -24,9 +24,8 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.orphans import MARK, Orphans
-from ftcoord.primitives.sentinel import Sentinel
+from ftcoord.primitives.sentinel import Sentinel, config_from, config_raw
 from ftcoord.primitives.sentinel_main import WatchedProcess
-from ftcoord.primitives.sentinel_orders import config_from, config_raw
 from ftcoord.proc import fate_of, own_pidfd
 
 

@@ -26,7 +26,6 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives import sentinel as owner
-from ftcoord.primitives import sentinel_pipe
 from ftcoord.primitives.sentinel import Sentinel
 
 TTL = 10
@@ -325,7 +324,7 @@ def test_one_that_fails_again_and_again_is_not_started_with_each_renewal(
 def test_one_that_reads_nothing_is_replaced_and_nobody_waits_for_it(
     client: EtcdClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sentinel_pipe, "HANGS_AFTER", 0.1)
+    monkeypatch.setattr("ftcoord.primitives.sentinel.HANGS_AFTER", 0.1)
     with interpreter(monkeypatch, tmp_path / "python", "exec sleep 600") as sentinel:
         sentinel.keep(client.config, 1, LONG_TTL, "/deaths")
         first = sentinel.pid

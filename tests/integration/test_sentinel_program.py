@@ -14,9 +14,7 @@ from helpers import DEADLINE
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
-from ftcoord.primitives.sentinel import PROGRAM
-from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
-from ftcoord.primitives.sentinel_pipe import SentinelPipe
+from ftcoord.primitives.sentinel import PROGRAM, Order, SentinelPipe, config_raw, line_of
 from ftcoord.proc import own_pidfd
 
 TTL = 12

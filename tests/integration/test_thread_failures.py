@@ -23,8 +23,8 @@ from ftcoord.etcd.api import Began, Lease, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.watch import WatchHub
 from ftcoord.heartbeat import Heartbeat
-from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.leased_key import LeasedKey
+from ftcoord.primitives.mirror import Informer
 from ftcoord.primitives.renewal import KeptLease, Renewer
 from ftcoord.primitives.session import Session
 from ftcoord.rendezvous import policy

@@ -11,8 +11,7 @@ from worlds import World, play, simulated
 from ftcoord import concurrency
 from ftcoord.etcd.api import Span
 from ftcoord.primitives import informer as informer_module
-from ftcoord.primitives.informer import Informer
-from ftcoord.primitives.mirror import Mirror
+from ftcoord.primitives.mirror import Informer, Mirror
 
 
 class SlowReader:

@@ -32,15 +32,12 @@ from ftcoord.errors import (
     RoundOver,
 )
 from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, RangeResult, Span, TxnResult, Watch, absent
-from ftcoord.primitives.exactly_once import ExactlyOnceWriter, Fence
-from ftcoord.primitives.feed import Feed
-from ftcoord.primitives.informer import Informer
 from ftcoord.primitives.leased_key import LeasedKey
-from ftcoord.primitives.mirror import Mirror
+from ftcoord.primitives.mirror import Feed, Informer, Mirror
 from ftcoord.primitives.renewal import INTRODUCED_AFTER, KeptLease
 from ftcoord.primitives.sentinel import SentinelFor
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.write_once import write_once
+from ftcoord.primitives.write_once import ExactlyOnceWriter, Fence, write_once
 from ftcoord.store import EtcdStore
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST

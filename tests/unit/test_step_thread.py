@@ -8,8 +8,8 @@ import pytest
 from virtual import Scheduler
 
 from ftcoord import concurrency
+from ftcoord.concurrency import StepThread
 from ftcoord.errors import ClientClosed
-from ftcoord.primitives.step_thread import StepThread
 
 
 @pytest.mark.parametrize("error", [MemoryError("made by the test"), ClientClosed("closed")])

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
+from ftcoord.concurrency import STEP_RETRY_PAUSE
 from ftcoord.core.event_records import HistoryEvent
 from ftcoord.core.layout import members_span
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
@@ -38,7 +39,6 @@ from ftcoord.primitives.group.policy import Policy
 from ftcoord.primitives.group.succession import Judged, Succession
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.step_thread import STEP_RETRY_PAUSE
 from ftcoord.primitives.write_once import WriteOutcome
 
 log = logging.getLogger(__name__)

@@ -71,16 +71,16 @@ MUTANTS: Final = (
     ),
     # -- the store ----------------------------------------------------------------------------------------------------
     Mutant(
-        "a store's change does not count", "ftcoord.primitives.exactly_once",
+        "a store's change does not count", "ftcoord.primitives.write_once",
         'compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]',
         "compares = [*guards, *fences]", STORES,
     ),
     Mutant(
-        "a store's change is not fenced", "ftcoord.primitives.exactly_once",
+        "a store's change is not fenced", "ftcoord.primitives.write_once",
         "fences = [] if self._fence is None else [self._fence.guard]", "fences = []", ROUNDS,
     ),
     Mutant(
-        "a change whose answer was lost is made again", "ftcoord.primitives.exactly_once",
+        "a change whose answer was lost is made again", "ftcoord.primitives.write_once",
         "self._made = made\n            return Made(True, self._look_back(look, count.mod_revision, deadline))",
         "self._made = made\n            return None", STORES,
     ),
