@@ -1,7 +1,7 @@
 """A local copy of a span of keys that is kept up to date: a watch, and a read of the keys that existed when it started.
 
 A `Mirror` has no thread and no lock: its owner gets the items of the watch (`post`) and applies them on its own thread.
-A `Feed` gives its changes to a thread that waits for them, and an `Informer` calls its owner back on a thread of its own.
+A `Feed` gives its changes to a thread that waits for them, and an `Informer` reports them on a thread of its own.
 """
 
 from __future__ import annotations

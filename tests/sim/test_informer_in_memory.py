@@ -10,7 +10,7 @@ from worlds import World, play, simulated
 
 from ftcoord import concurrency
 from ftcoord.etcd.api import Span
-from ftcoord.primitives import informer as informer_module
+from ftcoord.primitives import mirror as informer_module
 from ftcoord.primitives.mirror import Informer, Mirror
 
 
