@@ -25,12 +25,12 @@ from helpers import ask_etcd
 import ftcoord
 import ftcoord.coordination
 import ftcoord.timer
-from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.protobuf import declare
+from ftcoord.heartbeat import HeartbeatEvent
 from ftcoord.primitives.renewal import Renewer
-from ftcoord.timer.listing import Subscription
+from ftcoord.timer import Subscription
 
 LONG = timedelta(seconds=60)
 TTL = 30

@@ -50,7 +50,7 @@ from ftcoord.rendezvous.signals import raised_as_exceptions, reason_of, why_proc
 from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch
 from ftcoord.store import EtcdStore
-from ftcoord.timer.agent import serve_timers
+from ftcoord.timer.etcd_timer import serve_timers
 
 log = logging.getLogger(__name__)
 

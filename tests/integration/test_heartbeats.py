@@ -11,13 +11,12 @@ import pytest
 from helpers import DEADLINE, eventually, in_fork, python
 
 import ftcoord
-from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.core.layout import KEY_PREFIX, heartbeats_span, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.heartbeat import HeartbeatWatch
+from ftcoord.heartbeat import HeartbeatEvent, HeartbeatWatch
 from ftcoord.primitives.leased_key import LeasedKey
 
 

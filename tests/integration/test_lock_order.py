@@ -28,9 +28,8 @@ from ftcoord.etcd.api import Get
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.heartbeat import Heartbeat
 from ftcoord.store import EtcdStore
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.listing import on_expired
-from ftcoord.timer.server import EtcdTimerServer
+from ftcoord.timer import on_expired
+from ftcoord.timer.etcd_timer import EtcdTimerClient, EtcdTimerServer
 
 WAIT = timedelta(seconds=DEADLINE)
 

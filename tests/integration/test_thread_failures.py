@@ -32,10 +32,8 @@ from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.seat import SeatHolder
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
-from ftcoord.timer import listing
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.listing import on_expired
-from ftcoord.timer.server import EtcdTimerServer
+from ftcoord.timer import Subscription, on_expired
+from ftcoord.timer.etcd_timer import EtcdTimerClient, EtcdTimerServer
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -244,7 +242,7 @@ def test_a_subscription_says_what_ended_it(
         closed = on_expired(run, lambda info: None, own)
         assert closed.failure is None
     assert isinstance(eventually(lambda: closed.failure, "the end"), ClientClosed)
-    monkeypatch.setattr(listing, "_report_next", fail)
+    monkeypatch.setattr(Subscription, "_step", fail)
     failed = on_expired(run, lambda info: None, client)
     assert isinstance(eventually(lambda: failed.failure, "the end"), MemoryError)
     for subscription in (closed, failed):

@@ -30,10 +30,9 @@ from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.orphans import MARK
 from ftcoord.proc import started
-from ftcoord.timer import server as server_module
-from ftcoord.timer.agent import VARIABLE
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.server import Reap
+from ftcoord.timer import VARIABLE, EtcdTimerClient
+from ftcoord.timer import etcd_timer as server_module
+from ftcoord.timer.etcd_timer import Reap
 
 LONG = 300.0
 """Seconds that nothing here takes."""
@@ -295,7 +294,6 @@ def test_timers_of_torchs_local_client_are_refused_with_words(etcd: EtcdServer, 
         with pytest.raises(TypeError, match=r"worker 7, a plain integer.*configure\(ftcoord.timer.EtcdTimerClient"):
             server.register_timers([ours, theirs])
         assert not server.get_expired_timers(time.time() + 2e9)
-        server.register_timers([TimerRequest(7, "scope", -1)])  # a release ends nothing here, and harms nothing
 
 
 # -- etcd that is away ------------------------------------------------------------------------------------------------

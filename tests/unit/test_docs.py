@@ -17,10 +17,10 @@ import ftcoord
 from ftcoord import cli, config
 from ftcoord.core.death_records import Death
 from ftcoord.core.event_records import HistoryEvent, WorkerFailure
-from ftcoord.core.heartbeats import Beat
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord
 from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead
 from ftcoord.core.timers import HeldTimers, Timer
+from ftcoord.heartbeat import Beat
 from ftcoord.rendezvous import settings
 
 ROOT = Path(__file__).parents[2]

@@ -37,7 +37,7 @@ FLOORS = (
     "core.round_situation core.quorum_head",
     "core.round_poll core.round_history",
     "core.forming",
-    "core.rendezvous core.quorum core.recovery core.timers core.heartbeats core.losses",
+    "core.rendezvous core.quorum core.recovery core.timers core.losses",
     "core.quorum_history core.bystanders",
     "etcd.api etcd.release",
     "etcd.retry etcd.reading",
@@ -67,12 +67,8 @@ FLOORS = (
     "store.errors store.tries store.values store.waiting",
     "store.store",
     "store",
-    "timer.ledger",
-    "timer.listing",
-    "timer.server",
-    "timer.agent",
-    "timer.client",
     "timer",
+    "timer.etcd_timer",
     "heartbeat",
     (
         "rendezvous.bootstrap rendezvous.fences rendezvous.logs rendezvous.record_change "

@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ftcoord import concurrency
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.server import EtcdTimerServer
+from ftcoord.timer.etcd_timer import EtcdTimerClient, EtcdTimerServer
 from simulator.role import Role
 
 if TYPE_CHECKING:

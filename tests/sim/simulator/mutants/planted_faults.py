@@ -356,23 +356,23 @@ MUTANTS: Final = (
     ),
     # -- timers -------------------------------------------------------------------------------------------------------
     Mutant(
-        "a server does not look whether a worker still holds its timer", "ftcoord.timer.server",
+        "a server does not look whether a worker still holds its timer", "ftcoord.timer.etcd_timer",
         "and holds(self._run.prefix, worker, request.timer)", "", TIMERS,
     ),
     Mutant(
-        "a release is visible only in etcd", "ftcoord.timer.client",
+        "a release is visible only in etcd", "ftcoord.timer.etcd_timer",
         "self._ledger.note(timer.slot, 0)", "pass", TIMERS,
     ),
     Mutant(
-        "all timers of a slot have one token", "ftcoord.timer.client",
+        "all timers of a slot have one token", "ftcoord.timer.etcd_timer",
         "token=secrets.randbits(62) + 1,", "token=1,", TIMERS,
     ),
     Mutant(
-        "a timer is not recorded", "ftcoord.timer.client",
+        "a timer is not recorded", "ftcoord.timer.etcd_timer",
         "self._key.put(encode(HeldTimers(self._worker, tuple(self._held.values()))))", "pass", TIMERS,
     ),
     Mutant(
-        "a server counts by its wall clock when a timer is over", "ftcoord.timer.server",
+        "a server counts by its wall clock when a timer is over", "ftcoord.timer.etcd_timer",
         "latest = self._clock() + deadline - concurrency.wall()", "latest = deadline", TIMERS,
     ),
 )  # fmt: skip
