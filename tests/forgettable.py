@@ -29,7 +29,7 @@ from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.protobuf import declare
 from ftcoord.heartbeat import HeartbeatEvent
-from ftcoord.primitives.renewal import Renewer
+from ftcoord.primitives.session import Renewer
 from ftcoord.timer import Subscription
 
 LONG = timedelta(seconds=60)
@@ -81,7 +81,7 @@ def heartbeat_watch(endpoint: str, run: str) -> object:
     watch = ftcoord.watch_heartbeats(run, endpoint)
     with ftcoord.Heartbeat(run, "somebody", TTL, etcd=endpoint):
         event = next(watch)
-    if not Renewer.of_process()._ttls:  # else the thread of the one that beat has others' leases too
+    if not Renewer.of_process()._due:  # else the thread of the one that beat has others' leases too
         for thread in threading.enumerate():
             if thread.name == "ftcoord-leases":
                 thread.join(LONG.total_seconds())

@@ -20,8 +20,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError, LeaseLost, ThreadNotStarted
 from ftcoord.etcd.api import Lease
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.renewal import KeptLease, Renewer
-from ftcoord.primitives.session import Session
+from ftcoord.primitives.session import KeptLease, Renewer, Session
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
 TTL = 2

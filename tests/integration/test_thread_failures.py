@@ -25,8 +25,7 @@ from ftcoord.etcd.rpc.watch import WatchHub
 from ftcoord.heartbeat import Heartbeat
 from ftcoord.primitives.leased_key import LeasedKey
 from ftcoord.primitives.mirror import Informer
-from ftcoord.primitives.renewal import KeptLease, Renewer
-from ftcoord.primitives.session import Session
+from ftcoord.primitives.session import KeptLease, Renewer, Session
 from ftcoord.rendezvous import policy
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.seat import SeatHolder

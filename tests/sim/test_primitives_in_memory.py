@@ -34,9 +34,8 @@ from ftcoord.errors import (
 from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, RangeResult, Span, TxnResult, Watch, absent
 from ftcoord.primitives.leased_key import LeasedKey
 from ftcoord.primitives.mirror import Feed, Informer, Mirror
-from ftcoord.primitives.renewal import INTRODUCED_AFTER, KeptLease
 from ftcoord.primitives.sentinel import SentinelFor
-from ftcoord.primitives.session import Session
+from ftcoord.primitives.session import INTRODUCED_AFTER, KeptLease, Session
 from ftcoord.primitives.write_once import ExactlyOnceWriter, Fence, write_once
 from ftcoord.store import EtcdStore
 
@@ -171,8 +170,8 @@ def test_a_new_leader_gives_a_lease_its_whole_time_again(world: World) -> None:
     assert not world.keys("/key")
 
 
-class Notes:
-    """A bystander that notes what it is told of one lease: when it was renewed last, and whether it is to rest."""
+class Notes(SentinelFor):
+    """A sentinel that notes what it is told of one lease: when it was renewed last, and whether it is to rest."""
 
     def __init__(self) -> None:
         self.renewed_at: float | None = None
@@ -190,11 +189,11 @@ class Notes:
 
 def noted(client: MemoryClient) -> tuple[KeptLease, Notes]:
     notes = Notes()
-    return KeptLease(client, client.grant(TTL), concurrency.now(), bystander=notes), notes
+    return KeptLease(client, client.grant(TTL), concurrency.now(), sentinel=notes), notes
 
 
 @simulated
-def test_a_bystander_is_told_of_each_renewal(world: World) -> None:
+def test_a_sentinel_is_told_of_each_renewal(world: World) -> None:
     began = concurrency.now()
     lease, notes = noted(world.observer)
     world.until(lambda: notes.renewed_at is not None, "it is told of the lease")
@@ -207,7 +206,7 @@ def test_a_bystander_is_told_of_each_renewal(world: World) -> None:
 
 
 @simulated
-def test_no_bystander_keeps_a_lease_for_nobody(world: World) -> None:
+def test_no_sentinel_keeps_a_lease_for_nobody(world: World) -> None:
     """Whenever the lease is stopped or lost: a renewal may be under way."""
     client = world.etcd.client()
     lease, notes = noted(client)
@@ -224,7 +223,7 @@ def test_no_bystander_keeps_a_lease_for_nobody(world: World) -> None:
 
 
 @simulated
-def test_a_bystander_stands_by_while_etcd_revokes_the_lease(world: World) -> None:
+def test_a_sentinel_stands_by_while_etcd_revokes_the_lease(world: World) -> None:
     """The process may be killed meanwhile. It renews nothing, though: what is not revoked is to end by time."""
     client, notes, over = world.etcd.client(), Notes(), concurrency.event()
 
@@ -251,7 +250,7 @@ def test_a_bystander_stands_by_while_etcd_revokes_the_lease(world: World) -> Non
 
 
 @simulated
-def test_a_bystander_is_told_of_a_long_rest_only(world: World) -> None:
+def test_a_sentinel_is_told_of_a_long_rest_only(world: World) -> None:
     lease, notes = noted(world.observer)
     for _ in range(50):  # steps of a quorum
         lease.rest()

@@ -27,7 +27,7 @@ from ftcoord.etcd.api import (
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.primitives.renewal import KeptLease
+from ftcoord.primitives.session import KeptLease
 from ftcoord.primitives.write_once import WriteOutcome, after_put, write_attempt_timeout, write_once, write_timeout
 
 Listener: TypeAlias = Callable[[KeyValue | None, KeyValue | None], None]

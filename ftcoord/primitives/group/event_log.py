@@ -17,7 +17,7 @@ from ftcoord.core.layout import Span, event_key, event_revision, events_span
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Compare, Delete, EtcdCalls, Get, KeyValue, Lease, Op, Put
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit
-from ftcoord.primitives.renewal import KeptLease
+from ftcoord.primitives.session import KeptLease
 from ftcoord.primitives.write_once import WriteOutcome
 
 log = logging.getLogger(__name__)

@@ -153,9 +153,8 @@ MUTANTS: Final = (
         "if kept.state is not SessionState.LOST:", "if False:", ALL,
     ),
     Mutant(
-        "a lease is renewed after its owner has gone", "ftcoord.primitives.renewal",
-        "self.kept = False\n        self._renewer.cancel(self)\n        self._drop()",
-        "pass\n        pass\n        self._drop()", ALL,
+        "a lease is renewed after its owner has gone", "ftcoord.primitives.session",
+        "self._renewer.move(self, _Phase.ENDED, _Phase.KEPT, _Phase.RESTING, _Phase.ENDING)", "pass", ALL,
     ),
     Mutant(
         "a sentinel does not give up leases", "ftcoord.primitives.sentinel_main",
