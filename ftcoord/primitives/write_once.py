@@ -1,17 +1,18 @@
-"""One write that happens at most once even if answers get lost: guarded by a revision, recognised by its value.
+"""Writes that happen at most once even if answers get lost: guarded by a key's revision, recognised by its value.
 
-For a key whose values are all different. `ExactlyOnceWriter` is for changes whose values may repeat, such as a store's.
+`write_once` writes a key whose values are all different, such as a record. `ExactlyOnceWriter` makes changes whose
+values may repeat, such as a store's: each goes beside a `write_once` of a key of the writer's own, its *count*.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ftcoord import concurrency
 from ftcoord.errors import (
@@ -96,6 +97,8 @@ def write_once(
     before: Sequence[Get] = (),
     reads: Sequence[Get] = (),
     timeout: float | None = None,
+    cancelled: concurrency.Event | None = None,
+    lost: list[EtcdError] | None = None,
 ) -> WriteOutcome:
     """Write `put` if its key was not written since it was as `expected` (None: absent), and the other `guards` hold.
 
@@ -103,7 +106,8 @@ def write_once(
     as of right before it wrote. If the answer is lost, the same transaction is sent again: its guard lets it happen
     only once, and the value, which must differ from all others that were ever written to the key, shows whether an
     earlier attempt wrote it. `before` may then show the state after that attempt. If etcd has no space the key is read,
-    since etcd may have made the write anyway.
+    since etcd may have made the write anyway. `cancelled` ends the repetitions. `lost` gets the errors of attempts that
+    may have been made, or may still be.
 
     Raises OutcomeUnknown or EtcdUnavailable (nothing was written) when there is no answer within `timeout` seconds
     (`write_timeout(etcd)` if None), EtcdNoSpace when etcd had no space and the key does not hold the value, and the
@@ -113,7 +117,7 @@ def write_once(
     failure = [*before, Get(Span(put.key)), *reads]
     success = [*before, put, *also, *reads]
     whole, longest = TimeLimit.of(write_timeout(etcd) if timeout is None else timeout), write_attempt_timeout(etcd)
-    lost: list[EtcdError] = []
+    lost = [] if lost is None else lost
 
     def attempt() -> TxnResult:
         try:
@@ -128,7 +132,7 @@ def write_once(
             lambda get: etcd.range(get, timeout=whole.left(longest)), lambda then: _as_refused(then, failure)
         )
 
-    never = concurrency.event()
+    never = cancelled or concurrency.event()
     try:
         try:
             result = retry(attempt, UNANSWERED, whole.deadline, never)
@@ -162,10 +166,8 @@ def _as_refused(then: SnapshotReader, gets: Sequence[Get]) -> TxnResult:
     return TxnResult(False, then.revision, tuple(replace(one, revision=then.revision) for one in found))
 
 
-# -- changes whose values may repeat ----------------------------------------------------------------------------------
+# -- changes whose values may repeat -----------------------------------------------------------------------------------
 
-SPENT: Final = b"spent"
-"""The value of a count that no attempt may use."""
 STORE_CLOSED: Final = "the store was closed; make a new one"
 _GONE: Final = "a change was not answered, and etcd key {!r}, which shows whether it was made, is gone: read again"
 
@@ -174,8 +176,7 @@ _GONE: Final = "a change was not answered, and etcd key {!r}, which shows whethe
 class Made:
     """Whether the guards held, so that the change was made; and the key that was asked for.
 
-    If it was made, `kv` is the key right after it, without its value (None if etcd has compacted that). Otherwise it is
-    the present key.
+    If it was made, `kv` is the key right after it (None if etcd has compacted that). Otherwise it is the present key.
     """
 
     done: bool
@@ -204,6 +205,10 @@ class Fence(NamedTuple):
 class ExactlyOnceWriter:
     """A writer of changes. Thread-safe; not usable in a forked child.
 
+    Its count, `<prefix><id>`, holds the number of its last change. If a change's own guards fail after an attempt
+    without an answer, that attempt could still arrive. So the count is then written once more, alone, and no attempt
+    can use what it was before.
+
     Args:
         etcd: the etcd client.
         prefix: the prefix of the key of its count.
@@ -217,17 +222,17 @@ class ExactlyOnceWriter:
         self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: Fence | None, closed: concurrency.Event
     ) -> None:
         # Never change:
-        self._etcd, self._prefix, self._ttl, self._lease, self._fence = etcd, prefix, ttl, lease, fence
+        self._etcd, self._prefix, self._ttl, self._lease = etcd, prefix, ttl, lease
+        self._fences = () if fence is None else (fence,)
         self._closed = closed
         self._owner = OwnerProcess("this store belongs to the parent process")
         # Held during a whole change, with its requests, since changes are counted one by one. Guards all below.
         # Reentrant: a signal handler may make a change in the middle of another.
         self._lock = concurrency.rlock("ExactlyOnceWriter._lock")
         self._changing = False
-        self._unanswered = False  # whether it is not known of an attempt of this change if it was made
-        self._count, self._made = "", 0  # the key of the count, and what it must be
+        self._numbers = itertools.count(1)
+        self._count: tuple[str, KeyValue | None] = self._new_count()  # its key, and what that must be
         self._session: Session | None = None  # `close()` reads it without the lock, after `closed` is set
-        self._begin_count()
 
     def make(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made:
         """Make a change if the guards hold; the result has the key `look` at that moment.
@@ -236,17 +241,17 @@ class ExactlyOnceWriter:
         has not made it, RoundOver, ClientClosed, and the errors with which etcd refuses it.
         """
         with self._turn(deadline):
-            made = None
+            made, lost = None, list[EtcdError]()
             try:
                 while made is None:
-                    made = self._attempt(ops, guards, look, deadline)
+                    made = self._attempt(ops, guards, look, deadline, lost)
             except EtcdUnavailable as error:  # so says the last attempt; an earlier one may have been made
-                if not self._unanswered:
+                if not lost:
                     raise
                 raise OutcomeUnknown(f"a change was not answered, and then: {error}") from None
             finally:
                 if made is None:
-                    self._begin_count()  # so that a change of unknown outcome cannot be taken for the next one
+                    self._count = self._new_count()  # a change of unknown outcome must not be taken for the next one
             return made
 
     def close(self) -> None:
@@ -260,109 +265,78 @@ class ExactlyOnceWriter:
         self._owner.check()
         busy = EtcdUnavailable("other changes of this store were not answered in time; try again")
         with concurrency.held(self._lock, deadline, busy):
-            outer = (self._count, self._made, self._unanswered) if self._changing else None
-            if outer is not None:
-                self._begin_count()
-            self._changing, self._unanswered = True, False
+            is_nested, outer = self._changing, self._count
+            if is_nested:
+                self._count = self._new_count()
+            self._changing = True
             try:
                 if self._closed.is_set():
                     raise ClientClosed(STORE_CLOSED)
                 yield
             finally:
-                if outer is not None:
-                    self._count, self._made, self._unanswered = outer
-                self._changing = outer is not None
+                self._changing = is_nested
+                if is_nested:
+                    self._count = outer
 
-    def _attempt(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made | None:
+    def _attempt(
+        self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float, lost: list[EtcdError]
+    ) -> Made | None:
         """As `make`; None if it must be repeated, with the new lease or count that it needed."""
-        fences = [] if self._fence is None else [self._fence.guard]
-        compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]
+        key, before = self._count
         try:
             lease = self._lease_id(deadline)
-            leased = [Put(op.key, op.value, lease) if isinstance(op, Put) else op for op in ops]
-            success = [*leased, Put(self._count, b"", lease), *_gets(look, keys_only=True)]
-            failure = [Get(Span(self._count)), *_gets(self._fence and self._fence.key), *_gets(look)]
-            result = retry_until_answered(
-                lambda left: self._send(compares, success, failure, left), deadline, self._closed
+            change = Put(key, b"%d" % next(self._numbers), lease)
+            outcome = self._write(
+                change,
+                deadline,
+                lost,
+                guards=[*guards, *(fence.guard for fence in self._fences)],
+                also=[Put(op.key, op.value, lease) if isinstance(op, Put) else op for op in ops],
+                reads=[Get(Span(name)) for name in (*(fence.key for fence in self._fences), look) if name],
             )
+            if outcome.done:
+                return self._made(outcome, look, deadline)
+            for fence, found in zip(self._fences, outcome.reads, strict=False):
+                if not fence.stands(found.one):
+                    raise round_over(fence)
+            if _revision(outcome.kv) != _revision(before):
+                if lost:
+                    raise OutcomeUnknown(_GONE.format(key))
+                self._count = self._new_count()
+                return None
+            refused = Made(False, outcome.reads[-1].one if look else None)
+            if not lost:
+                return refused
+            spent = self._write(Put(key, b"%d" % next(self._numbers), lease), deadline, [])
+            if spent.kv is not None and spent.kv.value == change.value:  # the change arrived after all, before this
+                return self._made(spent, look, deadline)
+            if not spent.done:
+                raise OutcomeUnknown(_GONE.format(key))
+            self._count = key, spent.kv
+            return refused
         except LeaseLost as error:
-            self._lease_is_gone(error)
+            self._lease_is_gone(error, is_unknown=bool(lost))
             return None
-        except EtcdNoSpace:
-            if (made := self._made_all_the_same(look, deadline)) is None:
-                raise
-            return made
-        if result.succeeded:
-            self._made += 1
-            return Made(True, result.range(len(success) - 1).one if look else None)
-        judged = self._judge(result, look, deadline)
-        if judged is None or judged.done or not self._unanswered:
-            return judged
+
+    def _write(self, put: Put, deadline: float, lost: list[EtcdError], **beside: Any) -> WriteOutcome:
+        """Write the count."""
+        left = max(deadline - concurrency.now(), SHORTEST_TIMEOUT)
+        return write_once(self._etcd, put, self._count[1], timeout=left, cancelled=self._closed, lost=lost, **beside)
+
+    def _made(self, outcome: WriteOutcome, look: str | None, deadline: float) -> Made:
+        """The change was made when the count was written."""
+        assert outcome.kv is not None
+        self._count = outcome.kv.key, outcome.kv
+        if look is None:
+            return Made(True)
+        if outcome.reads and outcome.kv.mod_revision == outcome.revision:
+            return Made(True, outcome.reads[-1].one)
+        get = Get(Span(look), revision=outcome.kv.mod_revision)  # an answer was lost: the key may have changed since
         try:
-            return self._spend(judged, look, deadline)
-        except LeaseLost as error:
-            self._lease_is_gone(error)
-            return None
-
-    def _send(self, guards: Sequence[Compare], ops: Sequence[Op], failure: Sequence[Op], left: float) -> TxnResult:
-        """As `Etcd.txn`; notes if the outcome is unknown."""
-        try:
-            return self._etcd.txn(guards, ops, failure, timeout=left)
-        except (OutcomeUnknown, EtcdNoSpace):
-            self._unanswered = True
-            raise
-
-    def _made_all_the_same(self, look: str | None, deadline: float) -> Made | None:
-        """The result if etcd made a change although it said that it had no space; None if it did not."""
-        count = retry_until_answered(partial(self._read, Get(Span(self._count))), deadline, self._closed).one
-        if count is None or count.version != self._made + 1:
-            return None
-        self._made += 1
-        return Made(True, self._look_back(look, count.mod_revision, deadline))
-
-    def _spend(self, judged: Made, look: str | None, deadline: float) -> Made | None:
-        """Make sure that a change that was not made cannot be made later."""
-        guard = [Compare(self._count, "version", "=", self._made)]
-        put, read = Put(self._count, SPENT, self._lease_id(deadline)), Get(Span(self._count))
-        result = retry_until_answered(
-            lambda left: self._etcd.txn(guard, (put,), (read,), timeout=left), deadline, self._closed
-        )
-        if not result.succeeded:
-            count = result.range(0).one
-            if count is None or count.version != self._made + 1:
-                raise OutcomeUnknown(_GONE.format(self._count))
-            if count.value != SPENT:  # the change arrived after all, before this
-                self._made += 1
-                return Made(True, self._look_back(look, count.mod_revision, deadline))
-        self._made += 1
-        return judged
-
-    def _judge(self, result: TxnResult, look: str | None, deadline: float) -> Made | None:
-        count = result.range(0).one
-        made = count.version if count else 0
-        if count and made == self._made + 1:  # an earlier answer was lost
-            self._made = made
-            return Made(True, self._look_back(look, count.mod_revision, deadline))
-        if self._fence is not None and not self._fence.stands(result.range(1).one):
-            raise round_over(self._fence)
-        if made != self._made:
-            if self._unanswered:
-                raise OutcomeUnknown(_GONE.format(self._count))
-            self._begin_count()
-            return None
-        return Made(False, result.range(-1).one if look else None)
-
-    def _look_back(self, look: str | None, revision: int, deadline: float) -> KeyValue | None:
-        """The key right after a change whose answer was lost."""
-        for get in _gets(look, keys_only=True, revision=revision):
-            try:
-                return retry_until_answered(partial(self._read, get), deadline, self._closed).one
-            except RequestRefused:
-                return None  # compacted
-        return None
-
-    def _read(self, get: Get, left: float) -> RangeResult:
-        return self._etcd.range(get, timeout=left)
+            read = retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
+        except RequestRefused:
+            return Made(True)  # compacted
+        return Made(True, read.one)
 
     def _lease_id(self, deadline: float) -> int:
         if self._lease is not None:
@@ -386,21 +360,22 @@ class ExactlyOnceWriter:
             session.orphan()
         return session
 
-    def _lease_is_gone(self, error: LeaseLost) -> None:
+    def _lease_is_gone(self, error: LeaseLost, is_unknown: bool) -> None:
+        """Begin a new count, which goes with the next lease."""
         if self._session is None:
             raise RoundOver(
                 f"the run of {self._prefix} is gone from etcd, and its store with it: {error}; join again"
             ) from None
         self._session.orphan()
         self._session = None
-        if self._unanswered:  # the count, which shows whether it happened, went with the lease
+        if is_unknown:  # the count, which shows whether it happened, went with the lease
             raise OutcomeUnknown(
                 f"a change was not answered, and then its lease was gone: {error}; read again"
             ) from None
-        self._begin_count()
+        self._count = self._new_count()
 
-    def _begin_count(self) -> None:
-        self._count, self._made = f"{self._prefix}{uuid.uuid4().hex}", 0
+    def _new_count(self) -> tuple[str, None]:
+        return f"{self._prefix}{uuid.uuid4().hex}", None
 
 
 def round_over(fence: Fence) -> RoundOver:
@@ -408,5 +383,5 @@ def round_over(fence: Fence) -> RoundOver:
     return RoundOver(f"the round of {fence.key} is over; join the next one and use its store")
 
 
-def _gets(key: str | None, keys_only: bool = False, revision: int = 0) -> list[Get]:
-    return [] if key is None else [Get(Span(key), keys_only=keys_only, revision=revision)]
+def _revision(kv: KeyValue | None) -> int:
+    return 0 if kv is None else kv.mod_revision

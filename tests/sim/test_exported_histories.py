@@ -36,7 +36,7 @@ def test_one_order_explains_what_clients_are_told(profile: str) -> None:
     ("name", "profile"),
     [
         ("compare_set does not compare", "stores"),
-        ("a store's change does not count", "stores"),
+        ("a change whose answer was lost is made again", "stores"),
     ],
 )
 def test_a_planted_fault_is_seen(name: str, profile: str) -> None:

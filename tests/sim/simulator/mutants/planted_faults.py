@@ -71,18 +71,13 @@ MUTANTS: Final = (
     ),
     # -- the store ----------------------------------------------------------------------------------------------------
     Mutant(
-        "a store's change does not count", "ftcoord.primitives.write_once",
-        'compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]',
-        "compares = [*guards, *fences]", STORES,
-    ),
-    Mutant(
         "a store's change is not fenced", "ftcoord.primitives.write_once",
-        "fences = [] if self._fence is None else [self._fence.guard]", "fences = []", ROUNDS,
+        "guards=[*guards, *(fence.guard for fence in self._fences)],", "guards=guards,", ROUNDS,
     ),
     Mutant(
         "a change whose answer was lost is made again", "ftcoord.primitives.write_once",
-        "self._made = made\n            return Made(True, self._look_back(look, count.mod_revision, deadline))",
-        "self._made = made\n            return None", STORES,
+        "return self._made(outcome, look, deadline)",
+        "return setattr(self, '_count', self._new_count()) if lost else self._made(outcome, look, deadline)", STORES,
     ),
     Mutant(
         "compare_set does not compare", "ftcoord.store.store",
