@@ -30,7 +30,6 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.rpc.protobuf import declare
 from ftcoord.heartbeat import HeartbeatEvent
 from ftcoord.primitives.session import Renewer
-from ftcoord.timer import Subscription
 
 LONG = timedelta(seconds=60)
 TTL = 30
@@ -129,10 +128,6 @@ def rank(endpoint: str, run: str) -> object:
     return server, ftcoord.coordination.ManagerClient(server.address(), LONG)
 
 
-def subscription(endpoint: str, run: str) -> Subscription:
-    return ftcoord.timer.on_expired(run, print, endpoint)
-
-
 def lighthouse_client(endpoint: str, run: str) -> object:
     client = ftcoord.coordination.LighthouseClient(address(endpoint, run), LONG)
     client.quorum("one", LONG)
@@ -167,7 +162,6 @@ MAKERS: dict[str, Callable[[str, str], object]] = {
     "ManagerServer": manager,
     "Observer": observer,
     "Session": session,
-    "Subscription": subscription,
     "watch_heartbeats": heartbeat_watch,
 }
 """By the names under which they are public."""

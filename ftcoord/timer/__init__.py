@@ -20,21 +20,18 @@ import mmap
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ftcoord import concurrency, proc
-from ftcoord.closing import Closing
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import KEY_PREFIX, is_expired_key, timers_span
 from ftcoord.core.timers import MOST_TIMERS, Timer, TimerInfo, Worker, inform, parse_timers
-from ftcoord.errors import ConfigError, EtcdUnavailable, StateError
+from ftcoord.errors import ConfigError, StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue
 from ftcoord.etcd.namespace import Namespace
 from ftcoord.etcd.shared import SharedClient
-from ftcoord.primitives.mirror import Feed
 from ftcoord.primitives.sentinel import config_from, config_raw
 
 if TYPE_CHECKING:
@@ -42,16 +39,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SUBSCRIPTION_BEGIN_TIMEOUT: Final = 5.0
-"""Seconds that etcd may take to start a watch."""
-CLOSED_CHECK_INTERVAL: Final = 60.0
-"""Seconds after which a watch without events checks whether it was closed; `close()` wakes it too."""
 VARIABLE: Final = "FTCOORD_TIMERS"
 """The variable in which an agent describes its run and its etcd to its workers."""
 _PASSWORDS: Final = ("FTCOORD_PASSWORD", "FTCOORD_PASSWORD_FILE", "ETCDCTL_USER", "ETCDCTL_PASSWORD")
 _WIDTH: Final = 8  # bytes of a token in a ledger
 
-__all__ = ["EtcdTimerClient", "EtcdTimerServer", "Subscription", "TimerInfo", "active", "on_expired"]
+__all__ = ["EtcdTimerClient", "EtcdTimerServer", "TimerInfo", "active"]
 
 
 def __getattr__(name: str) -> Any:
@@ -84,82 +77,6 @@ def active(
     running = (pair for kv in found if not is_expired_key(kv.key) for pair in timers_in(kv))
     infos = (_inform(worker, timer) for worker, timer in running if timer.token not in expired)
     return sorted(infos, key=lambda info: info.left)
-
-
-class Subscription(Closing):
-    """Reports timers that expire, until `close()` or the end of the process. A context manager; see `on_expired`.
-
-    It also ends when its etcd client is closed, or its thread fails with an unexpected error. Both are logged as
-    errors, and set `failure`.
-    """
-
-    failure: BaseException | None = None
-    """The error that ended it; None while it reports, and after `close()`."""
-
-    def __init__(self, run: Namespace, feed: Feed, callback: Callable[[TimerInfo], object]) -> None:
-        self._run, self._feed, self._callback = run, feed, callback  # never change
-        self._thread = concurrency.StepThread(self._step, "ftcoord-expired", feed.wake, feed.close, self._fail)
-        self._thread.start()
-        self._cancel_finalizer = concurrency.when_forgotten(self, self.close)
-
-    def close(self) -> None:
-        """Stop reporting. Waits for a running callback, unless that callback calls this. Idempotent."""
-        self._cancel_finalizer()
-        self._thread.close()
-        self._run.close()
-
-    def _step(self) -> None:
-        news = self._feed.next(CLOSED_CHECK_INTERVAL)
-        for change in news.changes if news else ():
-            if change.was is None and change.now is not None and is_expired_key(change.now.key):
-                for info in (_inform(worker, timer) for worker, timer in timers_in(change.now)):
-                    try:
-                        self._callback(info)
-                    except Exception:  # the user's callback: its failure must not cost the next report
-                        log.exception("the callback for %s failed", info)
-
-    def _fail(self, error: BaseException) -> None:
-        self.failure = error
-        log.error("expired timers are not reported any longer: %s; subscribe again", error)
-
-
-def on_expired(
-    run: str,
-    callback: Callable[[TimerInfo], object],
-    etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None,
-    *,
-    key_prefix: str = KEY_PREFIX,
-) -> Subscription:
-    """Call `callback` with each timer that a server, on any host, finds expired from now on, until `close()`.
-
-    The callback runs on a thread of its own, once for each timer. If several timers of one worker expire together, it
-    is called for the first. Its exceptions are logged. The subscription survives outages of etcd, but misses changes
-    that etcd compacts away during one.
-
-    Args:
-        run: the run's id.
-        callback: called with a `TimerInfo`.
-        etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and related variables.
-        key_prefix: the `key_prefix` of `rdzv_conf`.
-
-    Raises ConfigError or TypeError for bad arguments, before any socket is opened, and EtcdError when etcd does not
-    answer within 5 s.
-    """
-    if not callable(callback):
-        raise TypeError("callback must be something to call with a TimerInfo")
-    with ExitStack() as undo:
-        place = undo.enter_context(Namespace.open(run, etcd, key_prefix))
-        feed = Feed(place.etcd, timers_span(place.prefix))
-        undo.callback(feed.close)
-        deadline = concurrency.now() + SUBSCRIPTION_BEGIN_TIMEOUT
-        while not feed.synced:  # what it brings until then expired before
-            if feed.next(deadline - concurrency.now()) is None:
-                raise EtcdUnavailable(
-                    f"etcd began no watch within {SUBSCRIPTION_BEGIN_TIMEOUT:g} s: check that it is up, then try again"
-                )
-        subscription = Subscription(place, feed, callback)
-        undo.pop_all()
-    return subscription
 
 
 # -- what a worker holds ----------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from ftcoord.etcd.api import Get
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.heartbeat import Heartbeat
 from ftcoord.store import EtcdStore
-from ftcoord.timer import on_expired
 from ftcoord.timer.etcd_timer import EtcdTimerClient, EtcdTimerServer
 
 WAIT = timedelta(seconds=DEADLINE)
@@ -175,7 +174,7 @@ def test_a_store_timers_and_heartbeats(
     server = EtcdTimerServer(run, etcd.get_endpoint(), reap=lambda info: bool(reaped.append(info)) or True)
     server.start()
     client = EtcdTimerClient(run, etcd.get_endpoint(), timeout=DEADLINE)
-    with on_expired(run, lambda info: None, etcd.get_endpoint()), Heartbeat(run, "me", 10, etcd=own) as heartbeat:
+    with Heartbeat(run, "me", 10, etcd=own) as heartbeat:
         heartbeat.update({"step": 1})
         client.acquire("scope", concurrency.wall() + 0.1)
         eventually(lambda: reaped, "the timer expires")

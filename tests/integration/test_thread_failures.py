@@ -31,7 +31,6 @@ from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.seat import SeatHolder
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
-from ftcoord.timer import Subscription, on_expired
 from ftcoord.timer.etcd_timer import EtcdTimerClient, EtcdTimerServer
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -231,21 +230,6 @@ def test_a_timer_server_ends_with_its_client_and_says_so(
     eventually(lambda: not thread.is_alive(), "the end of the watchdog")
     assert "no worker is reaped any longer" in caplog.text
     server.stop()
-
-
-def test_a_subscription_says_what_ended_it(
-    etcd: EtcdServer, client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = prefix.strip("/")
-    with etcd.get_client() as own:
-        closed = on_expired(run, lambda info: None, own)
-        assert closed.failure is None
-    assert isinstance(eventually(lambda: closed.failure, "the end"), ClientClosed)
-    monkeypatch.setattr(Subscription, "_step", fail)
-    failed = on_expired(run, lambda info: None, client)
-    assert isinstance(eventually(lambda: failed.failure, "the end"), MemoryError)
-    for subscription in (closed, failed):
-        subscription.close()
 
 
 # -- the thread of a group: of a node here, of a replica in test_job_members.py, of any participant in tests/sim ------

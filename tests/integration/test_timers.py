@@ -254,20 +254,16 @@ def test_a_server_that_was_killed_is_replaced(etcd: EtcdServer, prefix: str) -> 
 
 
 def test_two_servers_kill_no_more_than_one(etcd: EtcdServer, prefix: str) -> None:
-    told: list[TimerInfo] = []
     endpoint = etcd.get_endpoint()
     with (
         serving(prefix, endpoint),
         serving(prefix, endpoint),
-        ftcoord.timer.on_expired(prefix, told.append, endpoint),
         workers(EtcdTimers(prefix, endpoint, ttl=60), 2) as (late, good),
     ):
         good.do("acquire", LONG, "scope")
         late.do("acquire", 0.5, "scope")
         late.killed()
-        eventually(lambda: told, "it is told of")
         eventually(lambda: len(ftcoord.timer.active(prefix, endpoint)) == 1, "the end of its timers")
-        assert [(info.scope, info.pid) for info in told] == [("scope", late.pid)]
         assert good.runs()
 
 
@@ -399,30 +395,18 @@ def test_what_a_client_is_not_for(etcd: EtcdServer, prefix: str) -> None:
 
 
 def test_what_others_see(etcd: EtcdServer, prefix: str, clock: HandClock) -> None:
-    told: list[TimerInfo] = []
-
-    def note(info: TimerInfo) -> None:
-        told.append(info)
-        raise ValueError("a bug of the user's")
-
     endpoint = etcd.get_endpoint()
     with serving(prefix, endpoint, clock=clock) as server, workers(EtcdTimers(prefix, endpoint), 2) as (one, two):
         two.do("acquire", 3 * LONG, "a step")
-        with ftcoord.timer.on_expired(prefix, note, endpoint):
-            one.do("acquire", LONG, "the barrier")
-            first, second = ftcoord.timer.active(prefix, endpoint)
-            assert (first.pid, first.scope, second.pid, second.scope) == (one.pid, "the barrier", two.pid, "a step")
-            assert (first.host, first.rank) == (os.uname().nodename, None)
-            assert first.age + first.left == pytest.approx(LONG, abs=10)
-            server.knows(2)
-            clock.now = time.monotonic() + LONG + 1
-            one.killed()
-            eventually(lambda: told, "it is told of")
-            clock.now += 3 * LONG
-            two.killed()
-            eventually(lambda: len(told) == 2, "so is the next one, though the callback failed")
-        assert [(info.pid, info.scope) for info in told] == [(one.pid, "the barrier"), (two.pid, "a step")]
-        eventually(lambda: not ftcoord.timer.active(prefix, endpoint), "the end of the leases")
+        one.do("acquire", LONG, "the barrier")
+        first, second = ftcoord.timer.active(prefix, endpoint)
+        assert (first.pid, first.scope, second.pid, second.scope) == (one.pid, "the barrier", two.pid, "a step")
+        assert (first.host, first.rank) == (os.uname().nodename, None)
+        assert first.age + first.left == pytest.approx(LONG, abs=10)
+        server.knows(2)
+        clock.now = time.monotonic() + LONG + 1
+        one.killed()
+        eventually(lambda: [info.pid for info in ftcoord.timer.active(prefix, endpoint)] == [two.pid], "its end")
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------------------
