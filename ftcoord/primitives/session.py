@@ -87,10 +87,9 @@ class HeldLease:
 
 
 class _Phase(enum.Enum):
-    """What becomes of a kept lease. From KEPT and RESTING to ENDING or ENDED, and from any to LOST."""
+    """What becomes of a kept lease: from KEPT to ENDING or ENDED, from ENDING to ENDED, and from any to LOST."""
 
-    KEPT = "is renewed on schedule"
-    RESTING = "is not renewed until it is wanted again"
+    KEPT = "is renewed on schedule, unless it rests"
     ENDING = "is about to be revoked: the sentinel revokes it if this process dies before that is done"
     ENDED = "is given up: it expires by itself"
     LOST = "is gone"
@@ -121,6 +120,7 @@ class KeptLease(HeldLease):
         super().__init__(etcd, lease, sent_at, self._renewer.clock)
         self._listener, self._sentinel = listener, sentinel  # never change
         self._phase = _Phase.KEPT  # changes with Renewer._wake held; read by any thread
+        self._resting = False  # any thread, without a lock: only its owner changes it
         self._reported = SessionState.CONNECTED  # only the renewer's thread: the listener's last state
         self._is_introduced = sentinel is None  # only the renewer's thread
         self._renewer.schedule(
@@ -130,12 +130,12 @@ class KeptLease(HeldLease):
     @property
     def kept(self) -> bool:
         """Whether it is renewed, or would be after a rest."""
-        return self._phase in (_Phase.KEPT, _Phase.RESTING)
+        return self._phase is _Phase.KEPT
 
     @property
     def rests(self) -> bool:
         """Whether it is not renewed until `resume()`."""
-        return self._phase is _Phase.RESTING
+        return self._resting
 
     @property
     def state(self) -> SessionState:
@@ -143,11 +143,11 @@ class KeptLease(HeldLease):
 
     def rest(self) -> None:
         """Stop renewing until `resume()`; costs nothing if that follows soon."""
-        self._renewer.move(self, _Phase.RESTING, _Phase.KEPT)
+        self._resting = True
 
     def resume(self) -> None:
         """Renew again after `rest()`: at once, unless the last renewal was just before."""
-        self._renewer.move(self, _Phase.KEPT, _Phase.RESTING)
+        self._resting = False
         now = self._clock()
         due = self._times.resume_at(now)
         self._renewer.schedule(self, due, hasten=due <= now)
@@ -164,12 +164,12 @@ class KeptLease(HeldLease):
     def end_renewals(self) -> None:
         """Stop renewing for good, before the lease is revoked. Until `stop()` the sentinel still revokes it if this
         process dies."""
-        self._renewer.move(self, _Phase.ENDING, _Phase.KEPT, _Phase.RESTING)
+        self._renewer.move(self, _Phase.ENDING, _Phase.KEPT)
         self._report_end()
 
     def stop(self) -> None:
         """Stop renewing for good; the lease expires after its TTL."""
-        self._renewer.move(self, _Phase.ENDED, _Phase.KEPT, _Phase.RESTING, _Phase.ENDING)
+        self._renewer.move(self, _Phase.ENDED, _Phase.KEPT, _Phase.ENDING)
         self._report_end()
 
     def _report_renewal(self) -> None:
@@ -212,7 +212,7 @@ class KeptLease(HeldLease):
             self._report_renewal()
         except ClientClosed as error:  # whoever closed it lets the lease expire, and knows
             log.debug("lease %x is left to expire: %s", self.id, error)
-            self._renewer.move(self, _Phase.ENDED, _Phase.KEPT, _Phase.RESTING)
+            self._renewer.move(self, _Phase.ENDED, _Phase.KEPT)
             return None
         except LeaseLost as error:
             log.debug("lease %x: %s", self.id, error)

@@ -149,7 +149,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a lease is renewed after its owner has gone", "ftcoord.primitives.session",
-        "self._renewer.move(self, _Phase.ENDED, _Phase.KEPT, _Phase.RESTING, _Phase.ENDING)", "pass", ALL,
+        "self._renewer.move(self, _Phase.ENDED, _Phase.KEPT, _Phase.ENDING)", "pass", ALL,
     ),
     Mutant(
         "a sentinel does not give up leases", "ftcoord.primitives.sentinel_main",
