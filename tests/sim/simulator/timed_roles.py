@@ -79,7 +79,8 @@ class Watchdog(Role):
     def _restart_killed(self, process: Process) -> None:
         for victim in [one for one in self.world.processes.values() if one.killed_by is process]:
             victim.killed_by = None
-            self.world.restart(victim, self.draw)
+            with self.world.scheduler.process("main"):  # of this one it would stop in the middle, if this one is killed
+                concurrency.thread(self.world.restart, "operator", victim, self.draw).start()
 
     @classmethod
     def missing(cls, world: World, since: float) -> str:
