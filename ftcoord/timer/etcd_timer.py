@@ -48,7 +48,7 @@ TIMERS_END_TIMEOUT: Final = 1.0
 LATE_AFTER: Final = 1.0
 """Seconds by which a turn of the server may be late. If it is later, the host was suspended, and the workers too."""
 TIMER_RETRY_PAUSE: Final = 0.5
-"""Seconds until a watch that failed is tried again."""
+"""Seconds until a watch, or a reaping, that failed is tried again."""
 STOP_TIMEOUT: Final = 5.0
 """Seconds that `stop()` waits for the watchdog to finish its work."""
 _ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
@@ -155,11 +155,8 @@ class EtcdTimerClient(TimerClient):
                 self._record()
 
     def close(self) -> None:
-        """Release all timers, and give up the lease. Idempotent; does nothing in a forked child.
-
-        Happens automatically when the process ends, or when nobody refers to the client. Takes a few seconds if etcd is
-        unreachable.
-        """
+        """Release all timers, and give up the lease. Idempotent; does nothing in a forked child. Takes a few seconds if
+        etcd is unreachable."""
         if os.getpid() == self._worker.pid:
             self._cancel_finalizer()
             with self._lock:
@@ -282,7 +279,7 @@ class EtcdTimerServer(TimerServer):
     Args:
         run: the run's id.
         etcd: a client, or endpoints; None takes them from FTCOORD_ENDPOINTS and related variables.
-        reap: called with an expired timer in place of SIGKILL. If it returns False it is called again at the next turn.
+        reap: called with an expired timer in place of SIGKILL. If it returns False it is called again, 0.5 s later.
             True and None mean that the worker was dealt with, and its other timers with it. What it raises is logged,
             and means the same.
         max_interval: the longest time between two turns of the watchdog, in seconds.
@@ -325,6 +322,7 @@ class EtcdTimerServer(TimerServer):
         # Only the watchdog's thread, on which torch calls the methods of its interface:
         self._book: dict[Hashable, _Entry] = {}
         self._announced: set[Any] = set()  # workers that are being reaped: one line each, however often that fails
+        self._reaps_at = -math.inf  # not before, because it failed just now
         self._problem = LogOnce(log)
         self._stopping = concurrency.event()
         self._cancel_stop = concurrency.when_forgotten(self, self.stop)  # at the end of the process
@@ -394,10 +392,7 @@ class EtcdTimerServer(TimerServer):
         return self._kill(request) if self._reap is None else self._reap(info) is not False
 
     def stop(self) -> None:
-        """Stop the watchdog, and wait up to 5 s for it to finish its work. Idempotent.
-
-        Running timers are left to another server.
-        """
+        """Stop the watchdog, and wait up to 5 s for it to finish. Idempotent. Timers are left to another server."""
         self._cancel_stop()
         self._stop_signaled = True
         self._stopping.set()
@@ -422,10 +417,11 @@ class EtcdTimerServer(TimerServer):
 
     def _turn(self) -> None:
         count, began = max(1, self._queue.size()), self._clock()
-        requests = self._queue.get(count, self._max_interval)
-        late = self._clock() - began - self._max_interval
+        wait = min([self._max_interval, *(one.due - began for one in self._book.values() if one.due > began)])
+        requests = self._queue.get(count, wait)
+        late = self._clock() - began - wait
         if late > LATE_AFTER:
-            log.info("the timer server was not run for %.1f s: all timers have so much more time", late)
+            log.info("the timer server was not run for %.1f s: all timers get as much more time", late)
             self._book = {key: entry._replace(due=entry.due + late) for key, entry in self._book.items()}
         if requests:
             self._problem.forget()
@@ -433,8 +429,13 @@ class EtcdTimerServer(TimerServer):
         metrics.TIMERS.set(len(self._book))
         expired = self.get_expired_timers(concurrency.wall())
         self._announced &= expired.keys()
-        reaped = (worker for worker in expired if not self._stop_signaled and self._reap_worker_no_throw(worker))
-        self.clear_timers(set(reaped))
+        for worker in expired if self._clock() >= self._reaps_at else ():
+            if self._stop_signaled:
+                return
+            if self._reap_worker_no_throw(worker):
+                self.clear_timers({worker})
+            else:
+                self._reaps_at = self._clock() + TIMER_RETRY_PAUSE
 
     def _guards(self, request: EtcdTimerRequest) -> bool:
         """Whether a timer may end its worker: that holds it, and is this server's to reap."""
@@ -481,13 +482,11 @@ class EtcdTimerServer(TimerServer):
 def serve_timers(
     prefix: str, etcd: SharedClient, expiring: Callable[[TimerInfo], object], is_embedded: bool, *, mark: str
 ) -> Callable[[], None]:
-    """Start a timer server for the workers with this agent's `mark`, and let workers started from now on find it;
-    returns the function that ends both.
+    """Start a timer server for the workers with this agent's `mark`, and let workers started from now on find the run;
+    returns the function that ends both. `expiring`: see EtcdTimerServer.
 
-    `expiring` is called on the server's thread with each timer of a worker that is about to be killed for it.
-
-    The workers find the run through this process's environment, which torch's agent copies when it starts them: torch
-    gives a handler no other way to reach them. So a process can serve only one run with timers.
+    They find it in this process's environment, which torch's agent copies when it starts them: torch gives a handler no
+    other way to reach them. So a process can serve only one run with timers.
     """
     server = EtcdTimerServer(Namespace(prefix, etcd), expiring=expiring, mark=mark)
     server.start()
