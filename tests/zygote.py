@@ -158,8 +158,7 @@ def load_ftcoord() -> None:
 def load_rendezvous() -> None:
     """What needs torch."""
     import ftcoord.rendezvous.handler
-    import ftcoord.timer.client
-    import ftcoord.timer.server  # noqa: F401
+    import ftcoord.timer.etcd_timer  # noqa: F401
 
 
 def settle() -> None:

@@ -50,7 +50,7 @@ from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.messages import declare
 from ftcoord.etcd.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
-from ftcoord.primitives.informer import Informer
+from ftcoord.primitives.mirror import Informer
 
 # -- the messages; field numbers are those of torchft 0.2.0 and its nightly builds (9, the handles) --------------------
 

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing, weakly
+from ftcoord.concurrency import StepThread
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.connection import connect, torchft_errors
@@ -24,11 +25,8 @@ from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Etcd, Get, KeyValue
 from ftcoord.etcd.client import SharedClient
 from ftcoord.primitives.deaths import causes_of
-from ftcoord.primitives.feed import Feed
 from ftcoord.primitives.group.parse_cache import ParsedKeys
-from ftcoord.primitives.informer import Informer
-from ftcoord.primitives.mirror import Mirror
-from ftcoord.primitives.step_thread import StepThread
+from ftcoord.primitives.mirror import Feed, Informer, Mirror
 
 log = logging.getLogger(__name__)
 

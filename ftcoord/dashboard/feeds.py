@@ -15,13 +15,13 @@ from typing import Any, Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
+from ftcoord.concurrency import StepThread
 from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
 from ftcoord.operator.history import explain, tell_history
 from ftcoord.operator.reading import JobWatch, ReadsLeases, read_jobs, with_leases
 from ftcoord.operator.report import JobHistory, JobList, JobStatus, plain
 from ftcoord.operator.status import Rules
-from ftcoord.primitives.step_thread import StepThread
 
 MOST_VIEWERS: Final = 200
 """The most viewers of all jobs together."""

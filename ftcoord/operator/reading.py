@@ -17,8 +17,7 @@ from ftcoord.etcd.api import Etcd, EtcdCalls, Get, KeyValue, SnapshotReader, rea
 from ftcoord.operator.job_keys import JobKeys, LeaseTime, spans_of
 from ftcoord.operator.report import FORMAT, JobList, JobStatus, Watched
 from ftcoord.operator.status import Member, Rules, foremost, tell_job, tell_line
-from ftcoord.primitives.informer import Informer
-from ftcoord.primitives.mirror import Mirror
+from ftcoord.primitives.mirror import Informer, Mirror
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ no terminal, listens on nothing, and ends when it has done this.
 The kernel may hold a dead process for minutes before the pidfd reports it: while it dumps core, or hangs in a driver.
 So the sentinel checks before it renews a lease in place of the process.
 
-Orders come through standard input, see `ftcoord.primitives.sentinel_orders`. If that ends while the process is alive,
+Orders come through standard input, see `ftcoord.primitives.sentinel`. If that ends while the process is alive,
 the process has closed its files, and starts another sentinel at its next renewal; or it has become another program by
 `exec`, and its leases expire. Until then this sentinel renews nothing, but still buries the process.
 """
@@ -43,7 +43,7 @@ from ftcoord.errors import ConfigError, EtcdError, EtcdUnavailable, LeaseLost, O
 from ftcoord.etcd.api import EtcdCalls, Put
 from ftcoord.log_once import LogOnce
 from ftcoord.primitives.orphans import Orphans
-from ftcoord.primitives.sentinel_orders import Order, config_from
+from ftcoord.primitives.sentinel import Order, config_from
 from ftcoord.proc import LONGEST_POLL
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.workers import WorkerWatch, failure_in, raised_as_exceptions, reason_of, why_process_ends
 from ftcoord.store import EtcdStore
-from ftcoord.timer.agent import serve_timers
+from ftcoord.timer.etcd_timer import serve_timers
 
 log = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ftcoord import concurrency, proc
+from ftcoord.concurrency import StepThread
 from ftcoord.core.history import OBEYED, first_failure, follows
 from ftcoord.core.rendezvous_records import WorkerFailure, clipped
 from ftcoord.primitives.orphans import bears
-from ftcoord.primitives.step_thread import StepThread
 
 _STOPS: Final = signal.SIGTERM
 """The signal with which torch's agent stops its workers, unless another signal stops the agent itself."""

@@ -1,7 +1,7 @@
 """The c10d Store whose keys live in etcd.
 
 <prefix>data/<key>           a value, encoded as `core/store_values.py` describes
-<prefix>ops/<id>             the count that makes a lost answer harmless (`primitives/exactly_once.py`)
+<prefix>ops/<id>             the count that makes a lost answer harmless (`primitives/write_once.py`)
 <prefix>queues/<key>/<id>    an item of a queue
 """
 
@@ -43,7 +43,7 @@ from ftcoord.etcd.api import (
 )
 from ftcoord.etcd.client import SharedClient
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, backoff, retry_until_answered
-from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Fence, Made, round_over
+from ftcoord.primitives.write_once import STORE_CLOSED, ExactlyOnceWriter, Fence, Made, round_over
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
 
 T = TypeVar("T")

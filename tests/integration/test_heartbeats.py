@@ -11,11 +11,10 @@ import pytest
 from helpers import DEADLINE, eventually, python
 
 import ftcoord
-from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.heartbeat import HeartbeatWatch
+from ftcoord.heartbeat import HeartbeatEvent, HeartbeatWatch
 from ftcoord.primitives.leased_key import LeasedKey
 
 

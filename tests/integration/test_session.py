@@ -9,16 +9,16 @@ import threading
 import time
 
 import pytest
+from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, eventually, freeze, in_fork, python
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdUnavailable, ForkedProcessError, LeaseLost, ThreadNotStarted
+from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError, LeaseLost, ThreadNotStarted
 from ftcoord.etcd.api import Lease
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.renewal import KeptLease, Renewer
-from ftcoord.primitives.session import Session
+from ftcoord.primitives.session import KeptLease, Renewer, Session
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
 TTL = 2
@@ -76,6 +76,33 @@ def test_close_revokes_at_once_and_says_no_more(client: EtcdClient, prefix: str)
     assert session.state is LOST
     session.close()
     assert told.is_quiet()
+
+
+def test_close_says_when_etcd_is_not_there(fragile: EtcdServer) -> None:
+    with fragile.get_client() as client:
+        session = Session(client, 60)
+        fragile.kill()
+        with pytest.raises(EtcdUnavailable):
+            session.close(timeout=0.3)
+        session.close()
+
+
+def test_an_orphan_lives_until_its_ttl_is_over(client: EtcdClient, prefix: str) -> None:
+    session = Session(client, TTL)
+    client.put(prefix, b"", session.lease_id)
+    session.orphan()
+    session.orphan()
+    assert client.get(prefix).one is not None
+    eventually(lambda: client.get(prefix).one is None, what="the expiry")
+    assert session.state is not CONNECTED
+    session.close()
+
+
+def test_no_session_without_etcd(fragile: EtcdServer) -> None:
+    fragile.kill()
+    config = EtcdConfig.load(fragile.get_endpoint(), request_timeout=0.5, env={})
+    with EtcdClient(config) as client, pytest.raises(EtcdUnavailable):
+        Session(client, TTL)
 
 
 def test_no_session_without_a_thread(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +169,18 @@ def test_lost_when_the_lease_was_revoked_behind_its_back(client: EtcdClient, pre
         assert told.is_quiet()
 
 
-class Hanging:
-    """An etcd that never answers a renewal."""
-
-    def renew(self, lease_id: int, *, timeout: float) -> int:
-        wait_a_while(timeout)
-        raise EtcdUnavailable("nothing was heard, says the test")
+def test_a_member_that_fails_costs_no_session(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
+    """No member is stopped for longer than the lease has left: a leader before 3.5.13 would then revoke it."""
+    told = Told()
+    with Session(cluster_client, 12, told) as session:
+        cluster_client.put("/key", b"", session.lease_id)
+        cluster.pause(0)
+        wait_a_while(6)
+        cluster.resume(0)
+        cluster.kill(1)
+        wait_a_while(8)
+        assert cluster_client.get("/key", timeout=DEADLINE).one is not None
+        assert session.state is not LOST
 
 
 class Answering:
@@ -166,14 +199,16 @@ class Answering:
         return self._ttl
 
 
-def test_many_that_hang_cost_the_others_no_lease() -> None:
-    renewer, etcd, ttl = Renewer(), Answering(6), 6
-    hanging = [KeptLease(Hanging(), Lease(number, ttl), time.monotonic(), renewer=renewer) for number in range(1, 5)]
-    healthy = KeptLease(etcd, Lease(9, ttl), time.monotonic(), renewer=renewer)
-    assert [etcd.answers.get(timeout=DEADLINE) for _ in range(4)] == [ttl] * 4
-    for lease in (*hanging, healthy):
-        lease.stop()
+def test_one_thread_keeps_many_sessions_and_ends_with_the_last(client: EtcdClient) -> None:
+    sessions = [Session(client, 60) for _ in range(20)]
+    assert keeper_threads() == 1
+    for session in sessions[1:]:
+        session.close()
+    assert keeper_threads() == 1
+    sessions[0].close()
     eventually(lambda: keeper_threads() == 0, what="the end of the thread")
+    with Session(client, 60):
+        assert keeper_threads() == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -188,36 +223,42 @@ def test_a_listener_that_raises_ends_its_own_session_only(client: EtcdClient) ->
         assert client.renew(second.lease_id) == LONGER
 
 
-class Noting:
-    """An etcd that notes which leases it renews, for ten minutes each."""
+def test_a_stopped_lease_is_never_renewed_again(client: EtcdClient) -> None:
+    """Also where a renewal is under way when its owner stops it."""
+    under_way, go_on = threading.Event(), threading.Event()
+    renewals = []
 
-    def __init__(self) -> None:
-        self.renewed: list[int] = []
+    class Slow:
+        def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+            renewals.append(lease_id)
+            under_way.set()
+            assert go_on.wait(DEADLINE)
+            return 1
 
-    def renew(self, lease_id: int, *, timeout: float) -> int:
-        self.renewed.append(lease_id)
-        return 600
-
-
-def test_a_thousand_leases_are_renewed_in_turn_but_for_those_that_were_stopped() -> None:
-    """Each is due since a moment of its own; whatever was stopped in between is passed over, however many."""
-    etcd, now, ahead = Noting(), time.monotonic(), 0
-    renewer = Renewer(clock=lambda: now + ahead)  # which stands still until all are scheduled
-    resting = KeptLease(etcd, Lease(10_000, 600), now, renewer=renewer)
-    kept = [KeptLease(etcd, Lease(number, 600), now - number / 1000, renewer=renewer) for number in range(1000)]
-    for lease in kept[::3]:
-        lease.stop()
-    for lease in kept:
-        renewer.schedule(lease, now + 1 - lease.id / 1000, hasten=True)
-    ahead = 2
-    left = [number for number in range(999, -1, -1) if number % 3]
-    try:
-        eventually(lambda: len(etcd.renewed) >= len(left), what="the renewals")
-        assert etcd.renewed == left
-    finally:
-        for lease in (*kept, resting):
-            lease.stop()
+    kept = KeptLease(Slow(), Lease(1, 1), time.monotonic())  # type: ignore[arg-type]
+    assert under_way.wait(DEADLINE)
+    kept.stop()
+    go_on.set()
     eventually(lambda: keeper_threads() == 0, what="the end of the thread")
+    assert renewals == [1]
+
+
+def test_a_short_rest_costs_no_renewal_and_a_long_one_a_single_one() -> None:
+    etcd, renewer, now = Answering(600), Renewer(), time.monotonic()
+    fresh = KeptLease(etcd, Lease(1, 600), now, renewer=renewer)
+    for _ in range(100):
+        fresh.rest()
+        fresh.resume()
+    assert etcd.answers.empty()
+    stale = KeptLease(etcd, Lease(2, 600), now - 100, renewer=renewer)
+    for _ in range(100):
+        stale.rest()
+        stale.resume()
+    assert etcd.answers.get(timeout=DEADLINE) == 600
+    fresh.stop()
+    stale.stop()
+    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
+    assert etcd.answers.empty()
 
 
 def test_a_forked_child_has_no_part_in_it(client: EtcdClient, prefix: str) -> None:
@@ -269,3 +310,22 @@ def test_a_process_that_was_stopped_knows_better_at_once(etcd: EtcdServer, clien
             return process.stdout.readline() == "lost\n"
 
         eventually(lost, what="the loss")
+
+
+def test_renewals_ask_for_no_more_time_than_the_shortest_lease_can_spare(client: EtcdClient) -> None:
+    timeouts: dict[int, list[float]] = {1: [], 2: []}
+
+    class Etcd:
+        def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
+            assert timeout is not None
+            timeouts[lease_id].append(timeout)
+            raise EtcdError("no")
+
+    renewer = Renewer()
+    short = KeptLease(Etcd(), Lease(2, 3), time.monotonic(), renewer=renewer)  # type: ignore[arg-type]
+    long = KeptLease(Etcd(), Lease(1, 3600), time.monotonic() - 3600, renewer=renewer)  # type: ignore[arg-type]
+    eventually(lambda: len(timeouts[1]) > 2 and len(timeouts[2]) > 2, what="renewals")
+    long.stop()
+    short.stop()
+    assert max(timeouts[1]) <= 1.01
+    assert max(timeouts[2]) <= 1.01

@@ -21,12 +21,11 @@ from ftcoord.etcd.api import Began, Lease, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.watch import WatchHub
 from ftcoord.primitives.leased_key import LeasedKey
-from ftcoord.primitives.renewal import KeptLease, Renewer
+from ftcoord.primitives.session import KeptLease, Renewer
 from ftcoord.rendezvous import policy
 from ftcoord.rendezvous.node import Node
 from ftcoord.store import EtcdStore
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.server import EtcdTimerServer
+from ftcoord.timer.etcd_timer import EtcdTimerClient, EtcdTimerServer
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 

@@ -23,17 +23,16 @@ from torch.distributed.elastic.timer import TimerRequest
 
 import ftcoord
 from ftcoord.core.layout import KEY_PREFIX, run_prefix, timers_key, timers_span
-from ftcoord.core.timers import HeldTimers, TimerInfo, encode, parse_timers
+from ftcoord.core.timers import HeldTimers, encode, parse_timers
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError
 from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.orphans import MARK
 from ftcoord.proc import started
-from ftcoord.timer import server as server_module
-from ftcoord.timer.agent import VARIABLE
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.server import Reap
+from ftcoord.timer import VARIABLE, EtcdTimerClient
+from ftcoord.timer import etcd_timer as server_module
+from ftcoord.timer.etcd_timer import Reap
 
 LONG = 300.0
 """Seconds that nothing here takes."""
@@ -255,20 +254,16 @@ def test_a_server_that_was_killed_is_replaced(etcd: EtcdServer, prefix: str) -> 
 
 
 def test_two_servers_kill_no_more_than_one(etcd: EtcdServer, prefix: str) -> None:
-    told: list[TimerInfo] = []
     endpoint = etcd.get_endpoint()
     with (
         serving(prefix, endpoint),
         serving(prefix, endpoint),
-        ftcoord.timer.on_expired(prefix, told.append, endpoint),
         workers(EtcdTimers(prefix, endpoint, ttl=60), 2) as (late, good),
     ):
         good.do("acquire", LONG, "scope")
         late.do("acquire", 0.5, "scope")
         late.killed()
-        eventually(lambda: told, "it is told of")
         eventually(lambda: len(ftcoord.timer.active(prefix, endpoint)) == 1, "the end of its timers")
-        assert [(info.scope, info.pid) for info in told] == [("scope", late.pid)]
         assert good.runs()
 
 
@@ -280,7 +275,6 @@ def test_timers_of_torchs_local_client_are_refused_with_words(etcd: EtcdServer, 
         with pytest.raises(TypeError, match=r"worker 7, a plain integer.*configure\(ftcoord.timer.EtcdTimerClient"):
             server.register_timers([ours, theirs])
         assert not server.get_expired_timers(time.time() + 2e9)
-        server.register_timers([TimerRequest(7, "scope", -1)])  # a release ends nothing here, and harms nothing
 
 
 # -- etcd that is away ------------------------------------------------------------------------------------------------
@@ -349,30 +343,18 @@ def test_a_write_each_at_the_most(client: EtcdClient, etcd: EtcdServer, prefix: 
 
 
 def test_what_others_see(etcd: EtcdServer, prefix: str, clock: HandClock) -> None:
-    told: list[TimerInfo] = []
-
-    def note(info: TimerInfo) -> None:
-        told.append(info)
-        raise ValueError("a bug of the user's")
-
     endpoint = etcd.get_endpoint()
     with serving(prefix, endpoint, clock=clock) as server, workers(EtcdTimers(prefix, endpoint), 2) as (one, two):
         two.do("acquire", 3 * LONG, "a step")
-        with ftcoord.timer.on_expired(prefix, note, endpoint):
-            one.do("acquire", LONG, "the barrier")
-            first, second = ftcoord.timer.active(prefix, endpoint)
-            assert (first.pid, first.scope, second.pid, second.scope) == (one.pid, "the barrier", two.pid, "a step")
-            assert (first.host, first.rank) == (os.uname().nodename, None)
-            assert first.age + first.left == pytest.approx(LONG, abs=10)
-            server.knows(2)
-            clock.now = time.monotonic() + LONG + 1
-            one.killed()
-            eventually(lambda: told, "it is told of")
-            clock.now += 3 * LONG
-            two.killed()
-            eventually(lambda: len(told) == 2, "so is the next one, though the callback failed")
-        assert [(info.pid, info.scope) for info in told] == [(one.pid, "the barrier"), (two.pid, "a step")]
-        eventually(lambda: not ftcoord.timer.active(prefix, endpoint), "the end of the leases")
+        one.do("acquire", LONG, "the barrier")
+        first, second = ftcoord.timer.active(prefix, endpoint)
+        assert (first.pid, first.scope, second.pid, second.scope) == (one.pid, "the barrier", two.pid, "a step")
+        assert (first.host, first.rank) == (os.uname().nodename, None)
+        assert first.age + first.left == pytest.approx(LONG, abs=10)
+        server.knows(2)
+        clock.now = time.monotonic() + LONG + 1
+        one.killed()
+        eventually(lambda: [info.pid for info in ftcoord.timer.active(prefix, endpoint)] == [two.pid], "its end")
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import random
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.workers import WorkerProcess, WorkerWatch, _agents_own, reason_of
-from ftcoord.timer import server as timers
+from ftcoord.timer import etcd_timer as timers
 
 LEASE_TTL: Final = 5
 LAST_CALL: Final = 12.0
@@ -287,9 +286,8 @@ class Node(Role):
     ) -> Callable[[], None]:
         """The real server, on a thread of the simulation's."""
         server = timers.EtcdTimerServer(Namespace(prefix, etcd), expiring=expiring, reap=self._reap)
-        thread = concurrency.thread(partial(timers._watch, weakref.ref(server), server._stopping), "watchdog")
-        server._threads.append(thread)
-        thread.start()
+        server._watchdog_thread = concurrency.thread(server._watchdog_loop, "watchdog")  # type: ignore[assignment]
+        server._watchdog_thread.start()
         return server.stop
 
     def _reap(self, timer: TimerInfo) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import random
 from collections.abc import Callable
@@ -11,10 +12,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from doors import Door
+from members import Door
 from torch.distributed import DistNetworkError, DistStoreError
-from virtual import Call, Fate, MemoryClient, MemoryEtcd, flaky
-from worlds import TTL, World, play, simulated
+from virtual import DELIVERED, LOST_ANSWER, LOST_REQUEST, REFUSED, Call, Fate, MemoryClient, MemoryEtcd, flaky
+from worlds import TTL, World, insist, play, simulated
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
@@ -25,16 +26,17 @@ from ftcoord.errors import (
     EtcdError,
     EtcdNoSpace,
     EtcdUnavailable,
+    LeaseLost,
     OutcomeUnknown,
     RequestRefused,
+    RoundOver,
 )
-from ftcoord.etcd.api import Event, Get, KeyValue, Put, RangeResult, Span, TxnResult, absent
-from ftcoord.primitives.exactly_once import ExactlyOnceWriter
-from ftcoord.primitives.feed import Feed
-from ftcoord.primitives.renewal import INTRODUCED_AFTER, KeptLease
+from ftcoord.etcd.api import Delete, Event, Get, KeyValue, Put, RangeResult, Span, TxnResult, Watch, absent
+from ftcoord.primitives.leased_key import LeasedKey
+from ftcoord.primitives.mirror import Feed, Informer, Mirror
 from ftcoord.primitives.sentinel import SentinelFor
-from ftcoord.primitives.session import Session
-from ftcoord.primitives.write_once import write_once
+from ftcoord.primitives.session import INTRODUCED_AFTER, KeptLease, Session
+from ftcoord.primitives.write_once import ExactlyOnceWriter, Fence, write_once
 from ftcoord.store import EtcdStore
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
@@ -94,6 +96,36 @@ def test_a_session_is_suspended_before_anybody_can_see_its_lease_end(world: Worl
 
 
 @simulated
+def test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer_comes(world: World) -> None:
+    """etcd counts the TTL from before the answer. Each answer takes up to 3 s; then nothing is answered any more."""
+    ttl, sent = 3 * TTL, [concurrency.now()]
+    cut_at = random.uniform(0, 5 * ttl)
+
+    def fate(call: Call) -> Fate:
+        if call.method != "renew":
+            return DELIVERED
+        if concurrency.now() > cut_at:
+            return LOST_REQUEST
+        sent.append(concurrency.now())
+        return Fate(answers=random.uniform(0, 3))
+
+    session = Session(world.etcd.client(fate), ttl)
+    world.until(lambda: session.state is SUSPENDED, "it is suspended", 10 * ttl)
+    assert concurrency.now() == pytest.approx(sent[-1] + TRUST_FOR * ttl, abs=0.2)
+    session.orphan()
+
+
+@simulated
+def test_a_session_outlives_renewals_that_get_lost(world: World) -> None:
+    client = world.etcd.client(flaky(world.seed, refused=0.1, lost_requests=0.1, lost_answers=0.1))
+    session = insist(lambda: Session(client, TTL))
+    insist(lambda: client.put("/key", b"", session.lease_id))
+    world.sleep(20 * TTL)
+    assert world.keys("/key")
+    assert session.state is CONNECTED
+
+
+@simulated
 def test_leases_whose_etcd_hangs_cost_the_others_none(world: World) -> None:
     """All are renewed by one thread of the process."""
     with MemoryEtcd() as away:
@@ -108,8 +140,38 @@ def test_leases_whose_etcd_hangs_cost_the_others_none(world: World) -> None:
             session.orphan()
 
 
-class Notes:
-    """A bystander that notes what it is told of one lease: when it was renewed last, and whether it is to rest."""
+@simulated
+def test_a_lease_that_rests_is_renewed_when_it_is_wanted_again(world: World) -> None:
+    session = Session(world.observer, TTL)
+    for _ in range(5):
+        session.rest()
+        world.sleep(random.uniform(0, TTL * 0.6))
+        session.wake()
+        world.sleep(random.uniform(0, TTL))
+        assert session.state is CONNECTED
+    session.rest()
+    world.sleep(2 * TTL)
+    session.wake()
+    world.until(lambda: session.state is LOST, "it is told")
+    with pytest.raises(LeaseLost):
+        session.renew(1)
+
+
+@simulated
+def test_a_new_leader_gives_a_lease_its_whole_time_again(world: World) -> None:
+    session = Session(world.observer, TTL)
+    session.orphan()
+    world.observer.put("/key", b"", session.lease_id)
+    world.sleep(TTL - 1)
+    world.etcd.change_leader()
+    world.sleep(TTL - 1)
+    assert world.keys("/key")
+    world.sleep(2)
+    assert not world.keys("/key")
+
+
+class Notes(SentinelFor):
+    """A sentinel that notes what it is told of one lease: when it was renewed last, and whether it is to rest."""
 
     def __init__(self) -> None:
         self.renewed_at: float | None = None
@@ -127,11 +189,24 @@ class Notes:
 
 def noted(client: MemoryClient) -> tuple[KeptLease, Notes]:
     notes = Notes()
-    return KeptLease(client, client.grant(TTL), concurrency.now(), bystander=notes), notes
+    return KeptLease(client, client.grant(TTL), concurrency.now(), sentinel=notes), notes
 
 
 @simulated
-def test_no_bystander_keeps_a_lease_for_nobody(world: World) -> None:
+def test_a_sentinel_is_told_of_each_renewal(world: World) -> None:
+    began = concurrency.now()
+    lease, notes = noted(world.observer)
+    world.until(lambda: notes.renewed_at is not None, "it is told of the lease")
+    assert concurrency.now() - began < INTRODUCED_AFTER + 0.1
+    for _ in range(20):
+        world.sleep(random.uniform(0, TTL))
+        assert notes.renewed_at is not None
+        assert concurrency.now() - notes.renewed_at < TTL / 3 + 0.1
+    lease.stop()
+
+
+@simulated
+def test_no_sentinel_keeps_a_lease_for_nobody(world: World) -> None:
     """Whenever the lease is stopped or lost: a renewal may be under way."""
     client = world.etcd.client()
     lease, notes = noted(client)
@@ -148,7 +223,7 @@ def test_no_bystander_keeps_a_lease_for_nobody(world: World) -> None:
 
 
 @simulated
-def test_a_bystander_stands_by_while_etcd_revokes_the_lease(world: World) -> None:
+def test_a_sentinel_stands_by_while_etcd_revokes_the_lease(world: World) -> None:
     """The process may be killed meanwhile. It renews nothing, though: what is not revoked is to end by time."""
     client, notes, over = world.etcd.client(), Notes(), concurrency.event()
 
@@ -174,7 +249,47 @@ def test_a_bystander_stands_by_while_etcd_revokes_the_lease(world: World) -> Non
     assert notes.renewed_at is None
 
 
+@simulated
+def test_a_sentinel_is_told_of_a_long_rest_only(world: World) -> None:
+    lease, notes = noted(world.observer)
+    for _ in range(50):  # steps of a quorum
+        lease.rest()
+        world.sleep(0.01)
+        assert not notes.rests
+        lease.resume()
+        world.sleep(TTL / 20)
+    lease.rest()
+    world.until(lambda: notes.rests, "it is told of the rest")
+    lease.resume()
+    world.until(lambda: not notes.rests, "it is told that the rest is over")
+    lease.stop()
+
+
 # -- writes -----------------------------------------------------------------------------------------------------------
+
+
+@simulated
+def test_a_counter_that_counts_every_increment_once(world: World) -> None:
+    """Each comes with a receipt: whatever `write_once` could tell its writer, that says whether it happened."""
+    counted = [0, 0, 0]
+
+    def count(writer: int) -> None:
+        client = world.etcd.client(wild(10 * world.seed + writer))
+        while counted[writer] < 5:
+            receipt = Put(f"/receipt/{writer}", b"%d" % counted[writer])
+            with contextlib.suppress(EtcdUnavailable, OutcomeUnknown):
+                known, now = client.get(receipt.key).one, client.get("/counter").one
+                happened = known is not None and known.value == receipt.value
+                if not happened:
+                    total = int(now.value.split()[0]) if now else 0
+                    value = f"{total + 1} {writer} {counted[writer]}".encode()
+                    happened = write_once(client, Put("/counter", value), now, also=(receipt,)).done
+                counted[writer] += happened
+
+    run(world, *(lambda writer=writer: count(writer) for writer in range(3)))
+    counter = world.observer.get("/counter").one
+    assert counter is not None
+    assert int(counter.value.split()[0]) == counter.version == sum(counted) == 15
 
 
 @simulated
@@ -213,6 +328,65 @@ def test_what_etcd_has_no_space_for_and_writes_all_the_same_is_written(world: Wo
     with pytest.raises(EtcdNoSpace):
         write_once(world.observer, Put("/other", b"1"), None)
     assert world.observer.get("/other").one is None
+
+
+@simulated
+def test_a_signal_handlers_change_outlives_the_grant_that_it_broke_into(world: World) -> None:
+    """Both find no lease, so each is granted one."""
+    grants = 0
+
+    def fate(call: Call) -> Fate:
+        nonlocal grants
+        if call.method == "grant" and (grants := grants + 1) == 1:
+            store.set("nested", b"")
+        return DELIVERED
+
+    store = EtcdStore(world.etcd.client(fate), "/s/", timedelta(seconds=5))
+    store.set("outer", b"")
+    gc.collect()
+    assert store.check(["nested", "outer"])
+    world.until(lambda: len(world.etcd.leases) == 1, "the other lease is given up")
+    store.close()
+
+
+@simulated
+def test_nobody_knows_what_a_full_etcd_wrote_that_then_goes_away(world: World) -> None:
+    client = world.etcd.client()
+    client.fate = lambda call: DELIVERED if call.writes else REFUSED
+    world.etcd.set_no_space(True, let_in=1)
+    with pytest.raises(OutcomeUnknown):
+        write_once(client, Put("/key", b"1"), None)
+
+
+@simulated
+def test_a_change_that_etcd_had_no_space_for_is_made_or_not_made_for_good(world: World) -> None:
+    changes = ExactlyOnceWriter(world.observer, "/ops/", 600, None, None, concurrency.event())
+    world.observer.put("/queue", b"item")
+    changes.make([Put("/warm", b"")], [], None, concurrency.now() + 60)
+    world.etcd.set_no_space(True, let_in=1)
+    popped = changes.make([Delete(Span("/queue")), Put("/popped", b"")], [], "/popped", concurrency.now() + 60)
+    assert (popped.done, popped.kv) == (True, world.observer.get("/popped").one)
+    with pytest.raises(EtcdNoSpace):
+        changes.make([Put("/popped", b"")], [], None, concurrency.now() + 60)
+    world.etcd.set_no_space(False)
+    assert changes.make([Put("/after", b"")], [], None, concurrency.now() + 60).done
+    assert {key: world.observer.get(key).kvs[0].version for key in ("/popped", "/after")} == {"/popped": 1, "/after": 1}
+    changes.close()
+
+
+@simulated
+def test_a_change_is_of_unknown_outcome_if_any_of_its_attempts_was(world: World) -> None:
+    """The first one is made and its answer lost; the later ones never leave."""
+    client = world.etcd.client()
+    fates = iter((LOST_ANSWER,))
+    client.fate = lambda call: next(fates, REFUSED) if call.writes else DELIVERED
+    changes = ExactlyOnceWriter(client, "/ops/", 600, None, None, concurrency.event())
+    with pytest.raises(OutcomeUnknown, match="was not answered, and then"):
+        changes.make([Put("/made", b"")], [], None, concurrency.now() + 2)
+    assert world.observer.get("/made").one is not None
+    with pytest.raises(EtcdUnavailable):
+        changes.make([Put("/not made", b"")], [], None, concurrency.now() + 2)
+    changes.close()
 
 
 @simulated
@@ -365,6 +539,70 @@ def cannot_wait(store: EtcdStore, error: type[Exception]) -> None:
         store.wait(["never"], timedelta(seconds=5))
 
 
+@simulated
+def test_a_wait_whose_watches_end_pauses(world: World) -> None:
+    class Ending(Door):
+        begun = 0
+
+        def watch(self, span: Span, start_revision: int, deliver: Callable[[Any], None], **how: bool) -> Watch:
+            self.begun += 1
+            assert self.begun < 1000, "it watches and watches"
+            deliver(EtcdUnavailable("the thread failed"))
+            return self.real.watch(span, start_revision, lambda item: None, **how)
+
+    store = EtcdStore(Ending(world.observer), "/s/", timedelta(seconds=5))
+    cannot_wait(store, DistStoreError)
+    store.close()
+
+
+@simulated
+def test_a_store_on_a_bad_network(world: World) -> None:
+    """The real EtcdStore: counters are exact, who waits for a key gets it, and queues lose nothing."""
+    ranks = 3
+    totals: list[int] = []
+    taken: list[bytes] = []
+
+    def work(rank: int) -> None:
+        store = EtcdStore(world.etcd.client(wild(10 * world.seed + rank)), "/store/", timedelta(seconds=300))
+        totals.extend(store.add("counter", 1) for _ in range(4))
+        store.set(f"rank{rank}", str(rank))
+        store.wait([f"rank{peer}" for peer in range(ranks)])
+        store.queue_push("queue", f"item {rank}")
+        taken.append(store.queue_pop("queue"))
+        store.close()
+
+    run(world, *(lambda rank=rank: work(rank) for rank in range(ranks)))
+    assert sorted(totals) == list(range(1, 4 * ranks + 1))
+    assert sorted(taken) == [b"item %d" % rank for rank in range(ranks)]
+
+
+@simulated
+def test_who_waits_in_the_store_of_a_round_that_is_over_is_told(world: World) -> None:
+    client = world.etcd.client()
+    client.put("/fence", b"")
+    writer = ExactlyOnceWriter(client, "/ops/", 600, None, Fence("/fence"), concurrency.event())
+    store = EtcdStore(client, "/store/", timedelta(seconds=3600), fence="/fence")
+    ended: list[str] = []
+
+    def wait() -> None:
+        try:
+            store.get("never")
+        except Exception as error:  # torch's kinds of errors
+            ended.append(str(error))
+
+    thread = concurrency.thread(wait, "waiting")
+    thread.start()
+    world.sleep(1)
+    assert not ended
+    client.delete(Span("/fence"))
+    thread.join(60)
+    assert "is over" in ended[0]
+    with pytest.raises(RoundOver):
+        writer.make([Put("/late", b"")], (), None, concurrency.now() + 10)
+    assert not world.keys("/late")
+    store.close()
+
+
 # -- copies and changes of keys ---------------------------------------------------------------------------------------
 
 
@@ -435,7 +673,104 @@ def test_a_feed_tells_every_change_that_fits_the_last(world: World) -> None:
     feed.close()
 
 
+@simulated
+def test_an_informer_shows_what_etcd_has(world: World) -> None:
+    chance = random.Random(world.seed)
+    client = world.etcd.client()
+    shown: list[tuple[dict[str, KeyValue], dict[str, KeyValue]]] = []
+
+    def tell(first: Mirror, second: Mirror) -> None:
+        shown.append((dict(first.kvs), dict(second.kvs)))
+
+    spans = (Span("/f/", is_prefix=True), Span("/elsewhere"))
+    gathers = chance.random() < 0.5
+    informer = Informer(client, spans, tell, "ftcoord-test", failed=lambda error: None, gathers=gathers)
+    leases: list[int] = []
+    for _ in range(15):
+        write_at_random(world, chance, leases)
+        disturb(world, client, chance)
+        world.sleep(chance.uniform(0, 0.5))
+    client.reconnect()
+    world.sleep(5)
+    expected = tuple({kv.key: kv for kv in world.observer.range(Get(span)).kvs} for span in spans)
+    world.until(lambda: shown[-1] == expected, "it shows what etcd has")
+    informer.close()
+
+
+@simulated
+def test_an_informer_that_gathers_reports_once_for_all_that_came_meanwhile(world: World) -> None:
+    every = [b"%d" % at for at in range(10)]
+    assert reported_of(world, every, gathers=True) == [b"0", b"9"]
+    assert reported_of(world, every, gathers=False) == every
+
+
+def reported_of(world: World, values: list[bytes], *, gathers: bool) -> list[bytes]:
+    """What an informer reports of a key that takes these values, all but the first while it reports that."""
+    key, begun, goes_on, seen = f"/g/{gathers}", concurrency.event(), concurrency.event(), list[bytes]()
+
+    def tell(mirror: Mirror) -> None:
+        seen.append(mirror.one.value if mirror.one else b"")
+        if seen[-1] == values[0]:
+            begun.set()
+            assert goes_on.wait(60)
+
+    spans = [Span(key)]
+    informer = Informer(world.etcd.client(), spans, tell, "ftcoord-test", failed=lambda error: None, gathers=gathers)
+    world.until(lambda: bool(seen), "it is in sync")
+    world.observer.put(key, values[0])
+    assert begun.wait(60)
+    for value in values[1:]:
+        world.observer.put(key, value)
+    world.sleep(1)  # all is in its inbox
+    goes_on.set()
+    world.until(lambda: seen[-1] == values[-1], "it has heard of all")
+    informer.close()
+    return seen[seen.index(values[0]) :]
+
+
+@simulated
+def test_no_change_is_taken_for_a_missed_one(world: World) -> None:
+    """Nothing is read twice where no watch was interrupted, and no event got lost."""
+    reads: list[Get] = []
+    client = world.etcd.client()
+    deliver = client.fate
+    client.fate = lambda call: (reads.append(call.asked) if call.method == "range" else None, deliver(call))[1]
+    feed = Feed(client, Span("/f/", is_prefix=True))
+    chance = random.Random(world.seed)
+    while not feed.synced:
+        feed.next(0.1)
+    leases: list[int] = []
+    for _ in range(30):
+        write_at_random(world, chance, leases)
+        feed.next(chance.uniform(0, 0.1))
+    assert len(reads) == 1
+    feed.close()
+
+
 # -- a key that a thread keeps at its wanted value ---------------------------------------------------------------------
+
+
+@simulated
+def test_a_leased_key_comes_to_have_the_wanted_value(world: World) -> None:
+    """Whatever gets lost or late, and though the lease ends now and then."""
+    chance = random.Random(world.seed)
+    client = world.etcd.client(wild(world.seed))
+    key, wanted = LeasedKey(client, TTL, lambda lease: f"/l/{lease:x}", "tests"), b""
+    for _ in range(12):
+        wanted = b"%d" % chance.randrange(3)
+        key.put(wanted)
+        if chance.random() < 0.2:
+            for kv in world.observer.range(Get(Span("/l/", is_prefix=True))).kvs[:1]:
+                world.etcd.expire(kv.lease)
+        world.sleep(chance.uniform(0, 2))
+
+    def there() -> list[bytes]:
+        return list(world.keys("/l/").values())
+
+    world.until(lambda: there() == [wanted], "the wanted value")
+    world.sleep(10)  # also when all that was late has arrived
+    assert there() == [wanted]
+    key.close(5)
 
 
 def run(world: World, *works: Callable[[], object]) -> None:

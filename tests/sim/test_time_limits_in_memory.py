@@ -17,9 +17,8 @@ from ftcoord.core.rendezvous_records import AnyRound, Round
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, TimeLimit
-from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT
-from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT
+from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, ExactlyOnceWriter
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.pace import LAST_READ_TIMEOUT
 from ftcoord.rendezvous.record_change import RecordChange, change_record

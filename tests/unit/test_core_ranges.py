@@ -15,8 +15,6 @@ from ftcoord.coordination.port import Frame
 from ftcoord.coordination.rank_port import encode_call, parse_call
 from ftcoord.coordination.ranks import RankRequest
 from ftcoord.core import quorum_records, rendezvous_records, strict
-from ftcoord.core.heartbeats import Beat, parse_beat
-from ftcoord.core.heartbeats import encode as encode_beat
 from ftcoord.core.quorum_head import encode_quorum, parse_quorum
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.core.rendezvous_records import (
@@ -27,6 +25,8 @@ from ftcoord.core.rendezvous_records import (
 )
 from ftcoord.core.timers import MOST_TIMERS, parse_timers
 from ftcoord.errors import StateError
+from ftcoord.heartbeat import Beat, parse_beat
+from ftcoord.heartbeat import encode as encode_beat
 
 KEY = timers_kv("/run").key
 REQUEST = builders.request("a", address="here", store_address="there", step=1, world_size=2, handles=("h",))

@@ -13,11 +13,11 @@ import pytest
 
 from ftcoord import cli, config
 from ftcoord.core.death_records import Death
-from ftcoord.core.heartbeats import Beat
 from ftcoord.core.history import HistoryEvent
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord
 from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead, WorkerFailure
 from ftcoord.core.timers import HeldTimers, Timer
+from ftcoord.heartbeat import Beat
 from ftcoord.rendezvous import settings
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,6 @@ from invariants import check_round
 
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core.death_records import Death
-from ftcoord.core.heartbeats import Beat
 from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import decided_key, member_id, member_key
 from ftcoord.core.quorum import QuorumOptions
@@ -48,6 +47,7 @@ from ftcoord.core.timers import HeldTimers, Timer, Worker
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
+from ftcoord.heartbeat import Beat
 from ftcoord.primitives.group.policy import View
 
 ROUNDS_AND_QUORUMS: Final = {

@@ -16,6 +16,7 @@ from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable
 from ftcoord.etcd.api import Lease, Op
 from ftcoord.primitives import sentinel_main
 from ftcoord.primitives.orphans import GRACE
+from ftcoord.primitives.sentinel import Order, config_raw
 from ftcoord.primitives.sentinel_main import (
     AGAIN_AFTER,
     CALL_TIMEOUT,
@@ -25,7 +26,6 @@ from ftcoord.primitives.sentinel_main import (
     _watch,
     ends_silently,
 )
-from ftcoord.primitives.sentinel_orders import Order, config_raw
 
 TTL = 10.0
 COUNT = 50

@@ -13,12 +13,12 @@ import pytest
 from virtual import Scheduler
 
 from ftcoord import concurrency
-from ftcoord.primitives.sentinel_pipe import HANGS_AFTER, SentinelPipe
+from ftcoord.primitives.sentinel import HANGS_AFTER, SentinelPipe
 
 TELLS_A_DEAD_ONE = """
 import signal
 from ftcoord import concurrency
-from ftcoord.primitives.sentinel_pipe import SentinelPipe
+from ftcoord.primitives.sentinel import SentinelPipe
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 pipe = SentinelPipe()
 pipe.close_reader()

@@ -28,7 +28,7 @@ from ftcoord.etcd.api import (
 from ftcoord.etcd.retry import UNANSWERED, retry
 from ftcoord.primitives.group.events import EventLog, written_with
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.primitives.renewal import KeptLease
+from ftcoord.primitives.session import KeptLease
 from ftcoord.primitives.write_once import WriteOutcome, after_put, write_attempt_timeout, write_once, write_timeout
 
 log = logging.getLogger(__name__)

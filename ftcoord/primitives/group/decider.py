@@ -6,6 +6,7 @@ import logging
 from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.concurrency import STEP_RETRY_PAUSE
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.escaping import neutral
 from ftcoord.etcd.api import KeyValue
@@ -14,7 +15,6 @@ from ftcoord.primitives.group.member_key import MemberKey
 from ftcoord.primitives.group.members_view import MembersView
 from ftcoord.primitives.group.office import Office
 from ftcoord.primitives.group.policy import Policy, View
-from ftcoord.primitives.step_thread import STEP_RETRY_PAUSE
 
 log = logging.getLogger(__name__)
 

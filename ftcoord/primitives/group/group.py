@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
+from ftcoord.concurrency import STEP_RETRY_PAUSE
 from ftcoord.core.layout import members_span
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
 from ftcoord.etcd.api import Began, Etcd, Get, KeyValue, Put
@@ -37,7 +38,6 @@ from ftcoord.primitives.group.office import Office
 from ftcoord.primitives.group.policy import Policy
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.step_thread import STEP_RETRY_PAUSE
 from ftcoord.primitives.write_once import WriteOutcome
 
 log = logging.getLogger(__name__)

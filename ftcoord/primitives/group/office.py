@@ -22,8 +22,8 @@ from ftcoord.core.office import OfficeRecord, encode_office, first_try, is_vacan
 from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Lease, Put
 from ftcoord.primitives.mirror import Mirror
-from ftcoord.primitives.renewal import INTRODUCED_AFTER
 from ftcoord.primitives.sentinel import SentinelFor
+from ftcoord.primitives.session import INTRODUCED_AFTER
 from ftcoord.primitives.write_once import write_once
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from ftcoord.coordination.address import Job
 from ftcoord.core.layout import decider_key, member_of
 from ftcoord.core.lease import SessionState
 from ftcoord.etcd.api import Event, Get, Span
-from ftcoord.primitives.renewal import KeptLease
+from ftcoord.primitives.session import KeptLease, _Phase
 from simulator.copies import Copies
 from simulator.oracles import RUN, Oracles, Violation, is_member_key, require
 from simulator.plan import Network, Plan
@@ -153,7 +153,7 @@ class Process:
     def trusts(self, lease: KeptLease) -> bool:
         """Whether it takes a lease of its own for alive, by its own clock: nobody asks it."""
         now = self.clock_at(self.world.scheduler.time)
-        return not lease._lost and lease._times.state(now) is SessionState.CONNECTED
+        return lease._phase is not _Phase.LOST and lease._times.state(now) is SessionState.CONNECTED
 
     def clock_at(self, time: float) -> float:
         """What its monotonic clock says at a time of the world's."""

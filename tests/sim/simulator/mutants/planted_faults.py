@@ -23,18 +23,13 @@ MUTANTS: Final = (
     ),
     # -- the store ----------------------------------------------------------------------------------------------------
     Mutant(
-        "a store's change does not count", "ftcoord.primitives.exactly_once",
-        'compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]',
-        "compares = [*guards, *fences]", STORES,
+        "a store's change is not fenced", "ftcoord.primitives.write_once",
+        "guards=[*guards, *(fence.guard for fence in self._fences)],", "guards=guards,", ROUNDS,
     ),
     Mutant(
-        "a store's change is not fenced", "ftcoord.primitives.exactly_once",
-        "fences = [] if self._fence is None else [self._fence.guard]", "fences = []", ROUNDS,
-    ),
-    Mutant(
-        "a change whose answer was lost is made again", "ftcoord.primitives.exactly_once",
-        "self._made = made\n            return Made(True, self._look_back(look, count.mod_revision, deadline))",
-        "self._made = made\n            return None", STORES,
+        "a change whose answer was lost is made again", "ftcoord.primitives.write_once",
+        "return self._made(outcome, look, deadline)",
+        "return setattr(self, '_count', self._new_count()) if lost else self._made(outcome, look, deadline)", STORES,
     ),
     # -- mirrors and members ------------------------------------------------------------------------------------------
     Mutant(
@@ -107,7 +102,7 @@ MUTANTS: Final = (
     ),
     # -- timers -------------------------------------------------------------------------------------------------------
     Mutant(
-        "a server does not look whether a worker still holds its timer", "ftcoord.timer.server",
+        "a server does not look whether a worker still holds its timer", "ftcoord.timer.etcd_timer",
         "and holds(self._run.prefix, worker, request.timer)", "", TIMERS,
     ),
 )  # fmt: skip
