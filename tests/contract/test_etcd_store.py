@@ -285,31 +285,6 @@ def test_lost_answers_change_nothing_twice(make: MakeEtcdStore, client: EtcdClie
 # -- etcd in trouble --------------------------------------------------------------------------------------------------
 
 
-def test_sums_are_exact_when_etcd_is_killed_meanwhile(fragile: EtcdServer, make: MakeEtcdStore) -> None:
-    stores = [make(fragile.get_endpoint()) for _ in range(4)]
-    running = threading.Event()
-    running.set()
-
-    def add(store: EtcdStore) -> int:
-        count = 0
-        while running.is_set() or count < 50:
-            store.add("n", 1)
-            store.append("text", "x")
-            count += 1
-        return count
-
-    counts = [spawn(partial(add, store)) for store in stores]
-    for _ in range(2):
-        reached = int(stores[0].get("n")) + 40 if stores[0].check(["n"]) else 40
-        eventually(lambda reached=reached: stores[0].add("n", 0) >= reached, what="the sum grows")
-        fragile.kill()
-        fragile.restart()
-    running.clear()
-    total = sum(count.result(DEADLINE) for count in counts)
-    assert stores[0].add("n", 0) == total
-    assert stores[0].get("text") == b"x" * total
-
-
 def test_a_wait_goes_on_after_a_restart(fragile: EtcdServer, make: MakeEtcdStore) -> None:
     store, writer = make(fragile.get_endpoint()), make(fragile.get_endpoint())
     writer.set("there", b"1")

@@ -39,18 +39,6 @@ def connect(endpoints: str, **settings: Any) -> EtcdClient:
 # -- what it asks ---------------------------------------------------------------------------------------------------
 
 
-def test_status_warns_once_below_the_floor(
-    client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "_warned_of", set())
-    caplog.set_level(logging.WARNING, "ftcoord")
-    for version, warned in [("3.5.27", True), ("3.5.28", False), ("3.6.9", False), ("3.6.8", True), ("3.4.30", True)]:
-        caplog.clear()
-        client_module._warn_below_floor(version)
-        client_module._warn_below_floor(version)
-        assert len(caplog.records) == warned, version
-
-
 def test_an_old_etcd_is_warned_of_unless_ftcoord_started_it(
     client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,47 +361,6 @@ def test_grpcs_fork_handlers_are_off_and_nobody_else_is_told_so(
     answer, said = forks(etcd, capfd, "ftcoord first", 50, GRPC_VERBOSITY="INFO")
     assert answer == "None"
     assert not any(word in said for word in (ASIDE, WARNED)), said
-
-
-def test_a_grpc_that_was_there_first_is_warned_of(etcd: EtcdServer, capfd: pytest.CaptureFixture[str]) -> None:
-    _, said = forks(etcd, capfd, "grpc first", 10, GRPC_VERBOSITY="INFO")
-    assert ASIDE in said, "this is how one sees that they are on"
-    assert said.count("grpc was imported before ftcoord") == 1
-    answer, said = forks(etcd, capfd, "grpc first", 50, GRPC_VERBOSITY="INFO", GRPC_ENABLE_FORK_SUPPORT="0")
-    assert answer == "0"
-    assert not any(word in said for word in (ASIDE, WARNED)), said
-
-
-FORKING = """
-import os, sys
-from ftcoord.config import EtcdConfig
-from ftcoord.etcd.api import Span
-from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.session import Session
-client = EtcdClient(EtcdConfig.load(sys.argv[1]))
-session = Session(client, 60)
-client.put("/key", b"", session.lease_id)
-watch = client.watch(Span("/key"), 1, lambda item: None)
-children = []
-for leave in (sys.exit, os._exit):
-    child = os.fork()
-    if child == 0:
-        client.close()
-        session.close()
-        leave(0)
-    assert os.waitpid(child, 0)[1] == 0
-assert client.put("/key", b"parent", session.lease_id).succeeded
-session.close()
-assert client.get("/key").one is None
-client.close()
-print("fine", os.environ.get("GRPC_VERBOSITY"))
-"""
-
-
-def test_a_child_that_exits_like_any_program_does_no_harm(etcd: EtcdServer) -> None:
-    with python("-c", FORKING, etcd.get_endpoint()) as process:
-        answer, _ = process.communicate(timeout=DEADLINE)
-    assert (process.returncode, answer) == (0, "fine None\n")
 
 
 OUT_OF_REACH = """

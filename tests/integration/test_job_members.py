@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import threading
 import time
@@ -21,19 +20,15 @@ import pytest
 from helpers import DEADLINE, eventually, in_fork
 from rdzv_nodes import keys_under, spawn
 
-from ftcoord import cli
 from ftcoord.coordination import (
-    Gateway,
     LighthouseClient,
     ManagerClient,
     ManagerServer,
     Observer,
-    managed_group,
     policy,
 )
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.gateway_sessions import GatewaySessions
-from ftcoord.core.layout import kill_key
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, ServerError
@@ -160,17 +155,6 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_manager_that_hears_no_orders_any_more_leaves_the_job(
-    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    job.manager("a")
-    monkeypatch.setattr(managed_group, "member_of", fail)
-    job.client.put(kill_key(parse_address(job.address).prefix, "nobody"), b"why")
-    eventually(lambda: "manager a leaves the job" in caplog.text, "it says so")
-    eventually(lambda: not job.keys("members/"), "nobody counts on it")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_manager_whose_port_fails_leaves_the_job(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     server = job.manager("a")
 
@@ -205,15 +189,6 @@ def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeyp
     with pytest.raises(ServerError, match="restart it"):
         sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
     eventually(lambda: not job.keys("members/"), "the lease of its replica ends")
-
-
-def test_the_command_ends_when_its_gateway_has_failed(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Gateway, "has_failed", property(lambda self: True))
-    monkeypatch.setattr(signal, "signal", lambda *handler: None)
-    assert cli.main(["gateway", "--etcd", job.address, "--listen", "127.0.0.1:0"]) == 1
-    assert "the gateway has failed" in capsys.readouterr().err
 
 
 # -- heartbeat time-outs ------------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from functools import partial
 import builders
 import pytest
 from helpers import DEADLINE, eventually, in_fork, own_port
-from natives import TIMED_OUT, Natives
+from natives import Natives
 from rdzv_nodes import spawn
-from replicas import replica_processes
 
 from ftcoord import fork
 from ftcoord.coordination import (
@@ -27,7 +26,6 @@ from ftcoord.coordination import (
     ManagerClient,
     ManagerServer,
     native_ranks,
-    rank_connection,
     rank_port,
     tcp,
 )
@@ -37,7 +35,6 @@ from ftcoord.coordination.rank_frames import (
     LARGEST_MESSAGE,
     WELCOME,
     WRONG_TOKEN,
-    MetadataQuery,
     TimedVote,
     encode_answer,
     encode_call,
@@ -47,7 +44,6 @@ from ftcoord.coordination.rank_frames import (
 from ftcoord.coordination.rank_group import RankGroup
 from ftcoord.coordination.rank_port import HTTP2
 from ftcoord.coordination.ranks import MOST_CALLS
-from ftcoord.coordination.types import QuorumResult
 from ftcoord.core.manager_address import parted
 from ftcoord.embedded.server import EtcdServer
 
@@ -136,11 +132,6 @@ def far(server: ManagerServer, monkeypatch: pytest.MonkeyPatch) -> Far:
 def test_a_bad_bind_is_refused_before_etcd_is_asked(bind: str, text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         manager("etcd://127.0.0.1:1/job", bind)
-
-
-def test_a_port_in_use_is_refused(server: ManagerServer, job: str) -> None:
-    with pytest.raises(RuntimeError, match=r"Address already in use \(os error 98\)"):
-        manager(job, f"[::]:{port_of(server)}")
 
 
 def test_a_manager_that_was_not_made_listens_nowhere(etcd: EtcdServer) -> None:
@@ -344,41 +335,6 @@ def test_a_rank_that_the_group_does_not_have_is_refused_and_counts_for_nobody(
     assert first.result(DEADLINE).replica_ids == ["a"]
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["the older connection", "the newer connection"])
-@pytest.mark.parametrize("kills", [False, True], ids=["ended", "reset"])
-def test_a_vote_does_not_count_with_one_that_was_taken_back_before_it_came(
-    far: Far, monkeypatch: pytest.MonkeyPatch, first: int, kills: bool
-) -> None:
-    """A manager that was busy finds both at once, in either order."""
-    busy, over = threading.Event(), threading.Event()
-
-    def keep_busy(connection: int) -> bool:
-        busy.set()
-        assert over.wait(DEADLINE)
-        return tcp.has_hung_up(connection)
-
-    def vote(rank: int, yes: bool) -> bytes:
-        return frame(encode_call(TimedVote(rank, 0, yes, 60.0)))
-
-    with ExitStack() as ranks:
-        there = [ranks.enter_context(far.greeted()) for _ in range(3)]
-        gives_up, stays = there[first], there[1 - first]
-        gives_up.sendall(vote(0, True))
-        eventually(lambda: far.voted() == 1, "the first has voted")
-        monkeypatch.setattr(rank_connection, "has_hung_up", keep_busy)
-        there[2].sendall(frame(encode_call(MetadataQuery(0))))
-        assert busy.wait(DEADLINE)
-        if kills:
-            gives_up.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        gives_up.close()
-        stays.sendall(vote(1, True))
-        over.set()
-        eventually(lambda: far.voters() == [1], "only the other one's vote waits")
-        there[2].sendall(vote(0, False))
-        answer = frame(encode_answer(False))
-        assert stays.recv(len(answer), socket.MSG_WAITALL) == answer
-
-
 def test_an_interrupted_rank_takes_its_vote_back(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupt(BaseException):
         pass
@@ -420,20 +376,6 @@ def test_a_forked_child_holds_no_connection_open(far: Far, server: ManagerServer
     far.vote(1)
 
 
-def test_a_native_client_may_be_refused_by_a_manager_without_a_quorum(job: str) -> None:
-    """A call whose time is over, as torchft's clients know it."""
-    one = manager(job)
-    with Natives() as natives:
-        natives.do("connect", name="a", address=one.address()).result(DEADLINE)
-        with pytest.raises(RuntimeError, match=r"status: InvalidArgument, message: \"rank not found\""):
-            natives.do("metadata", address=one.address(), rank=0).result(DEADLINE)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            natives.do("quorum", name="a", timeout=0.5).result(DEADLINE)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            natives.do("commit", name="a", rank=0, step=0, timeout=0.5).result(DEADLINE)
-    one.shutdown()
-
-
 # -- torchft's own, on either side -----------------------------------------------------------------------------------
 
 
@@ -454,25 +396,6 @@ def test_native_and_drop_in_ranks_share_a_manager(natives: Natives, far: Far) ->
         assert far.client.should_commit(0, step, True, LONG) == vote.result(DEADLINE) == (step != 1)
     assert natives.do("metadata", address=far.address, rank=0).result(DEADLINE) == "weights 0"
     assert far.client._checkpoint_metadata(1, LONG) == "weights of a"
-
-
-def test_a_native_rank_that_is_killed_while_it_waits_does_not_count(natives: Natives, far: Far) -> None:
-    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
-    natives.do("commit", name="a", rank=1, step=0)
-    eventually(lambda: far.voted() == 1, "it has voted")
-    natives.kill()
-    eventually(lambda: far.voted() == 0, "its vote is taken back")
-    with pytest.raises(TimeoutError):
-        far.client.should_commit(0, 0, True, SHORT)
-
-
-def test_a_shut_down_manager_ends_calls_of_native_ranks(natives: Natives, far: Far, server: ManagerServer) -> None:
-    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
-    waiting = natives.do("commit", name="a", rank=1, step=0)
-    eventually(lambda: far.voted() == 1, "it has voted")
-    server.shutdown()
-    with pytest.raises(RuntimeError, match="status: "):
-        waiting.result(DEADLINE)
 
 
 def test_drop_in_ranks_of_a_native_manager(natives: Natives, job: str) -> None:
@@ -500,32 +423,3 @@ def test_drop_in_ranks_of_a_native_manager(natives: Natives, job: str) -> None:
             waiting.result(DEADLINE)
         with pytest.raises(RuntimeError, match="status: Un"):
             client._checkpoint_metadata(0, LONG)
-
-
-def test_groups_of_both_kinds_heal_from_each_other(natives: Natives, job: str) -> None:
-    """A group at step 0 fetches the metadata of its peer's rank, whichever kind either is."""
-    job = job.replace("min_replicas=1", "min_replicas=2")
-    with Gateway(job) as gateway, replica_processes(job, 1) as (process,):
-        natives.manage(gateway.address(), "n")
-        ours = process.manage("o")
-        for step in (5, 7):
-            ahead, behind = ("n", "o") if step == 5 else ("o", "n")
-            mine = spawn(partial(heal_as_drop_in, ours, step if ahead == "o" else 0))
-            theirs = natives.do("quorum", name="n", step=step if ahead == "n" else 0).result(DEADLINE)
-            told, fetched = mine.result(DEADLINE)
-            assert told.replica_ids == theirs["replica_ids"] == ["n", "o"]
-            if behind == "o":
-                assert (told.heal, fetched) == (True, "weights of n")
-            else:
-                assert theirs["heal"]
-                assert theirs["recover_src_manager_address"] == parted(ours)[0]
-                assert natives.do("metadata", address=ours, rank=0).result(DEADLINE) == "weights of o"
-
-
-def heal_as_drop_in(address: str, step: int) -> tuple[QuorumResult, str]:
-    """Ask, and fetch the metadata of whom to heal from, if that is told."""
-    client = ManagerClient(address, LONG)
-    told = client._quorum(0, step, "weights of o", False, True, 0, LONG)
-    if not told.heal:
-        return told, ""
-    return told, ManagerClient(told.recover_src_manager_address, LONG)._checkpoint_metadata(0, LONG)

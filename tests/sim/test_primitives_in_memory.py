@@ -12,12 +12,11 @@ from unittest import mock
 
 import pytest
 from doors import Door
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistStoreError
 from virtual import Call, Fate, MemoryClient, MemoryEtcd, flaky
 from worlds import TTL, World, play, simulated
 
 from ftcoord import concurrency
-from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import store_values_span
 from ftcoord.core.lease import TRUST_FOR, SessionState
 from ftcoord.errors import (
@@ -31,7 +30,7 @@ from ftcoord.errors import (
 from ftcoord.etcd.api import Event, Get, KeyValue, Put, RangeResult, Span, TxnResult, absent
 from ftcoord.primitives.exactly_once import ExactlyOnceWriter
 from ftcoord.primitives.feed import Feed
-from ftcoord.primitives.renewal import INTRODUCED_AFTER, KeptLease
+from ftcoord.primitives.renewal import INTRODUCED_AFTER
 from ftcoord.primitives.sentinel import SentinelFor
 from ftcoord.primitives.session import Session
 from ftcoord.primitives.write_once import write_once
@@ -125,28 +124,6 @@ class Notes:
         self.renewed_at = None
 
 
-def noted(client: MemoryClient) -> tuple[KeptLease, Notes]:
-    notes = Notes()
-    return KeptLease(client, client.grant(TTL), concurrency.now(), bystander=notes), notes
-
-
-@simulated
-def test_no_bystander_keeps_a_lease_for_nobody(world: World) -> None:
-    """Whenever the lease is stopped or lost: a renewal may be under way."""
-    client = world.etcd.client()
-    lease, notes = noted(client)
-    client.fate = flaky(world.seed, late=0.5, delay=0.5)
-    world.sleep(random.uniform(0, TTL))
-    if random.random() < 0.5:
-        lease.stop()
-    else:
-        world.etcd.expire(lease.id)
-        world.until(lambda: lease.state is LOST, "it is told")
-    world.sleep(TTL)
-    assert notes.renewed_at is None
-    lease.stop()
-
-
 @simulated
 def test_a_bystander_stands_by_while_etcd_revokes_the_lease(world: World) -> None:
     """The process may be killed meanwhile. It renews nothing, though: what is not revoked is to end by time."""
@@ -175,28 +152,6 @@ def test_a_bystander_stands_by_while_etcd_revokes_the_lease(world: World) -> Non
 
 
 # -- writes -----------------------------------------------------------------------------------------------------------
-
-
-@simulated
-def test_a_slow_etcd_is_asked_once_by_who_gives_it_time(world: World) -> None:
-    """What etcd is still busy with is not sent again, if `request_timeout` says that it is slow."""
-    patient = EtcdConfig.load("127.0.0.1:1", env={}, request_timeout=60)
-    for config, is_asked_again in ((None, True), (patient, False)):
-        asked: list[Call] = []
-
-        def slow(call: Call, asked: list[Call] = asked) -> Fate:
-            asked.append(call)
-            return Fate(arrives=3.0)
-
-        client = world.etcd.client(slow)
-        client.config = config
-        done = True
-        try:
-            done = write_once(client, Put(f"/slow/{is_asked_again}", b"1"), None).done
-        except OutcomeUnknown:
-            assert config is None, "who asks for so long is answered"
-        assert done
-        assert (len(asked) > 1) is is_asked_again
 
 
 @simulated
@@ -343,26 +298,6 @@ def test_adding_zero_to_what_is_no_number_is_refused(world: World) -> None:
         with pytest.raises(DistStoreError, match="holds no decimal number"):
             store.add("key", 0)
     store.close()
-
-
-@simulated
-def test_a_wait_says_at_the_end_that_etcd_is_away(world: World) -> None:
-    client = world.etcd.client()
-    store = EtcdStore(client, "/s/", timedelta(seconds=5))
-
-    def cut_off() -> None:
-        world.sleep(2)
-        client.cut_off()
-
-    run(world, cut_off, lambda: cannot_wait(store, DistNetworkError))
-    client.reconnect()
-    cannot_wait(store, DistStoreError)
-    store.close()
-
-
-def cannot_wait(store: EtcdStore, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        store.wait(["never"], timedelta(seconds=5))
 
 
 # -- copies and changes of keys ---------------------------------------------------------------------------------------

@@ -102,18 +102,6 @@ def test_a_timer_that_runs_or_is_released_makes_no_line_and_one_that_expires_doe
     assert len(screen.hear(None)) == 1
 
 
-def test_an_etcd_that_stalls_while_it_is_asked_for_timers_is_lost_at_once() -> None:
-    """It is not waited for twice; and what had just come is told all the same."""
-    screen = Screen()
-    screen.hear(keys("finished"))
-    screen.timers = None
-    lost = json.loads(*screen.hear(keys("failed")))
-    assert (lost["connected"], lost["error"], lost["status"]["healthy"]) == (False, "it stalls", False)
-    screen.timers, screen.now = (), keys("finished")
-    back = json.loads(*screen.hear(None))
-    assert (back["connected"], back["status"]["healthy"]) == (True, True)
-
-
 def test_a_screen_that_is_redrawn_shows_each_timer() -> None:
     screen = Screen("table", Tty())
     screen.hear(keys("finished"))
@@ -125,15 +113,6 @@ def test_a_screen_that_is_redrawn_shows_each_timer() -> None:
     assert not any("node7" in line for line in shown)
 
 
-def test_a_line_names_the_timer_that_expired() -> None:
-    screen = Screen("table")
-    screen.hear(keys("finished"))
-    late = replace(TIMER, scope="step\x1b")
-    screen.timers = (timers_kv(RUN, late), expired_kv(RUN, late))
-    (line,) = screen.hear(None)
-    assert r"timer expired: 'step\x1b' of node7 (pid 7)" in line
-
-
 def test_a_line_names_who_is_to_leave() -> None:
     lease = member_id(9)
     record = replace(NO_ROUND, number=1, seats=(Seat(lease, "n", "host7"),), drained=("n",), min_nodes=1, max_nodes=2)
@@ -143,14 +122,6 @@ def test_a_line_names_who_is_to_leave() -> None:
     rounds = GroupKeys(RUN, decided, below_members=(member,))
     (line,) = Screen("table").hear(JobKeys("job", 5, rounds, GroupKeys(quorum_prefix("/f", "job")), 2))
     assert ", draining host7" in line
-
-
-def test_lines_say_that_etcd_is_lost() -> None:
-    screen = Screen("table")
-    screen.hear(keys("finished"))
-    screen.now = None
-    (line,) = screen.hear(None)
-    assert line[9:] == r"ETCD IS LOST: it is away\x1b[2J"
 
 
 def test_one_that_never_found_etcd_ends() -> None:
