@@ -89,7 +89,7 @@ class Thread(Protocol):
 
 
 class Runtime(Protocol):
-    """Makes all of the above. Locks get a name, `Class.attribute`, by which docs/architecture.md lists them."""
+    """Makes all of the above. Locks get a name, `Class.attribute`, by which a deadlock in virtual time is reported."""
 
     def now(self) -> float: ...
     def wall(self) -> float: ...

@@ -39,11 +39,6 @@ def connect(endpoints: str, **settings: Any) -> EtcdClient:
 # -- what it asks ---------------------------------------------------------------------------------------------------
 
 
-def test_which_versions_are_too_old() -> None:
-    versions = ("3.5.27", "3.5.28", "3.6.9", "3.6.8", "3.4.30")
-    assert [api.newer_wanted(version) for version in versions] == ["3.5.28", None, None, "3.6.9", "3.5.28"]
-
-
 def test_an_old_etcd_is_warned_of_unless_ftcoord_started_it(
     client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

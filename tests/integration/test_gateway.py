@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from helpers import DEADLINE, eventually
-from natives import TIMED_OUT, Natives
+from natives import Natives
 
 from benchmarks.metrics import Load
 from ftcoord import EtcdServer, cli
@@ -25,8 +25,6 @@ from ftcoord.config import EtcdConfig
 from ftcoord.coordination import (
     Gateway,
     LighthouseClient,
-    ManagerClient,
-    ManagerServer,
     gateway_sessions,
 )
 from ftcoord.coordination.address import fresh_name, parse_address
@@ -156,23 +154,6 @@ def test_two_gateways_are_one(natives: Natives, etcd: EtcdServer) -> None:
             assert {one["quorum_id"] for one in told} == {1}
 
 
-def test_native_and_drop_in_replicas_meet(natives: Natives, gateway: Gateway, job: str) -> None:
-    natives.manage(gateway.address(), "a", "c")
-    eventually(lambda: members(job) == 2, "they beat")
-    server = ManagerServer("b", job, "localhost", "[::]:0", "store-of-b", 1, timedelta(seconds=1), LIMIT, 0)
-    client = ManagerClient(server.address(), LIMIT)
-    try:
-        for step in range(3):
-            calls = [natives.do("quorum", name=name, step=step, failures=step) for name in "ac"]
-            told = client._quorum(0, step, "", False, False, 0, LIMIT)
-            a, c = (one.result(DEADLINE) for one in calls)
-            assert (told.quorum_id, told.replica_ids, told.replica_rank) == (step + 1, ["a", "b", "c"], 1)
-            assert (a["quorum_id"], a["replica_ids"], c["replica_rank"]) == (step + 1, ["a", "b", "c"], 2)
-            assert told.max_step == a["max_step"] == step
-    finally:
-        server.shutdown()
-
-
 def test_a_request_that_is_too_large_is_refused_to_its_sender(natives: Natives, gateway: Gateway, job: str) -> None:
     call = natives.do(
         "client_quorum", lighthouse=gateway.address(), name="x", timeout=DEADLINE, data={"text": "x" * 65536}
@@ -185,16 +166,6 @@ def test_a_request_that_is_too_large_is_refused_to_its_sender(natives: Natives, 
     ):
         client.quorum("x", LIMIT, data={"text": "x" * 65536})
     assert asked(job) == 0
-
-
-def test_a_call_whose_time_is_over_says_so_and_does_not_ask_any_more(natives: Natives, etcd: EtcdServer) -> None:
-    job = job_of(etcd, heartbeat_timeout_ms=60_000)
-    with Gateway(job) as gateway:
-        natives.do("beat", lighthouse=gateway.address(), name="x").result(DEADLINE)
-        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1.0)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            call.result(DEADLINE)
-        eventually(lambda: members(job) and not asked(job), "the request is taken back")
 
 
 def test_a_caller_that_is_killed_does_not_ask_any_more(natives: Natives, gateway: Gateway, job: str) -> None:
@@ -292,18 +263,6 @@ def test_nobody_hangs_when_one_of_two_gateways_is_killed(natives: Natives, job: 
             a, b = waiting.result(DEADLINE), other.result(DEADLINE)
             assert a["replica_ids"] == b["replica_ids"] == ["a", "b"]
             assert a["quorum_id"] == b["quorum_id"]
-
-
-def test_etcd_is_restarted(natives: Natives, fragile: EtcdServer) -> None:
-    job = job_of(fragile)
-    with Gateway(job) as gateway:
-        natives.manage(gateway.address(), "a", "b", retries=3)
-        assert natives.ask("a", "b")[0]["quorum_id"] == 1
-        waiting = natives.do("quorum", name="a", step=1, failures=1)
-        eventually(lambda: asked(job) == 3, "a asks")
-        fragile.restart()
-        (b,) = natives.ask("b", step=1)
-        assert b["quorum_id"] == waiting.result(DEADLINE)["quorum_id"] == 2
 
 
 def test_heartbeats_write_nothing(natives: Natives, fragile: EtcdServer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import selectors
-import signal
 import threading
 import time
 import traceback
@@ -18,9 +17,7 @@ import pytest
 from helpers import DEADLINE, eventually, in_fork
 from rdzv_nodes import keys_under, spawn
 
-from ftcoord import cli
 from ftcoord.coordination import (
-    Gateway,
     LighthouseClient,
     ManagerClient,
     ManagerServer,
@@ -213,15 +210,6 @@ def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeyp
     with pytest.raises(ServerError, match="restart it"):
         sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
     eventually(lambda: not job.keys("members/"), "the lease of its replica ends")
-
-
-def test_the_command_ends_when_its_gateway_has_failed(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Gateway, "has_failed", property(lambda self: True))
-    monkeypatch.setattr(signal, "signal", lambda *handler: None)
-    assert cli.main(["gateway", "--etcd", job.address, "--listen", "127.0.0.1:0"]) == 1
-    assert "the gateway has failed" in capsys.readouterr().err
 
 
 # -- heartbeat time-outs ------------------------------------------------------------------------------------------

@@ -6,20 +6,16 @@ import contextlib
 import gc
 import os
 import socket
-import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from helpers import DEADLINE, eventually, in_fork, own_port
-from natives import TIMED_OUT, Natives
+from natives import Natives
 from rdzv_nodes import spawn
-from replicas import replica_processes
 
 from ftcoord import concurrency, fork
 from ftcoord.coordination import (
@@ -27,15 +23,11 @@ from ftcoord.coordination import (
     LighthouseClient,
     ManagerClient,
     ManagerServer,
-    native,
-    rank_port,
 )
-from ftcoord.coordination import manager as managers
 from ftcoord.coordination.manager_client import place_of
 from ftcoord.coordination.port import LARGEST_FRAME, Frame, Line
-from ftcoord.coordination.rank_port import encode_answer, encode_call
-from ftcoord.coordination.ranks import MetadataQuery, NoSuchRank, RankGroup, RankRequest, TimedVote
-from ftcoord.coordination.types import QuorumResult
+from ftcoord.coordination.rank_port import encode_call
+from ftcoord.coordination.ranks import MetadataQuery, RankGroup, TimedVote
 from ftcoord.core.manager_address import key_of, parted
 from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.embedded.server import EtcdServer
@@ -130,31 +122,6 @@ def far(server: ManagerServer, monkeypatch: pytest.MonkeyPatch) -> Far:
 def test_a_bad_bind_is_refused_before_etcd_is_asked(bind: str, text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         manager("etcd://127.0.0.1:1/job", bind)
-
-
-def test_a_port_in_use_is_refused(server: ManagerServer, job: str) -> None:
-    with pytest.raises(RuntimeError, match=r"Address already in use \(os error 98\)"):
-        manager(job, f"[::]:{port_of(server)}")
-
-
-def test_a_manager_is_not_made_and_a_thread_of_it_has_failed(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread must not wait for the constructor, while that waits for the thread's end."""
-
-    class Failing:
-        def __init__(self, *watched: Any) -> None:
-            self._thread = threading.Thread(target=watched[-1], args=(MemoryError("made by the test"),), daemon=True)
-            self._thread.start()
-
-        def close(self) -> None:
-            self._thread.join()
-
-    def fail(*_: object) -> NoReturn:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(managers, "watch_kills", Failing)
-    monkeypatch.setattr(managers, "RankPort", fail)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        spawn(partial(manager, job)).result(DEADLINE)
 
 
 def test_a_manager_that_was_not_made_listens_nowhere(etcd: EtcdServer) -> None:
@@ -391,58 +358,6 @@ def test_a_rank_that_the_group_does_not_have_is_refused_and_counts_for_nobody(
     assert first.result(DEADLINE).replica_ids == ["a"]
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_group_takes_no_call_of_a_rank_that_it_does_not_have(rank: int) -> None:
-    group = RankGroup("a", 2, lambda asks, last: pytest.fail("not all ranks are there"), allow_kill=False)
-    request = RankRequest(0, 0, "weights", False, 0, 60.0, "")
-    group.quorum(request)
-    with pytest.raises(NoSuchRank, match=f"no rank {rank}: this group has ranks 0 to 1"):
-        group.quorum(replace(request, rank=rank))
-    with pytest.raises(NoSuchRank):
-        group.vote(rank, 0, yes=True)
-    assert group.metadata(rank).outcome.result(0) is None
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["the older connection", "the newer connection"])
-@pytest.mark.parametrize("kills", [False, True], ids=["ended", "reset"])
-@pytest.mark.parametrize("is_read", [False, True], ids=["before it was read", "after it was read"])
-def test_a_vote_does_not_count_with_one_that_was_taken_back_before_it_came(
-    far: Far, monkeypatch: pytest.MonkeyPatch, first: int, kills: bool, is_read: bool
-) -> None:
-    """A manager that was busy, or stopped, finds all at once, in any order."""
-    busy, over = threading.Event(), threading.Event()
-    handle = rank_port.RankPort.handle
-
-    def keep_busy(port: rank_port.RankPort, batch: Any) -> None:
-        busy.set()
-        assert over.wait(DEADLINE)
-        handle(port, batch)
-
-    with ExitStack() as ranks:
-        there = [ranks.enter_context(far.line()) for _ in range(3)]
-        gives_up, stays = there[first], there[1 - first]
-        if is_read:
-            gives_up.send(*vote(0), soon())
-            eventually(lambda: far.voters() == [0], "the first has voted")
-        monkeypatch.setattr(rank_port.RankPort, "handle", keep_busy)
-        there[2].send(*encode_call(MetadataQuery(0)), soon())
-        assert busy.wait(DEADLINE)
-        if not is_read:
-            gives_up.send(*vote(0), soon())
-        if kills:
-            gives_up._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            fork.unhide(gives_up._socket.fileno())
-            gives_up._socket.close()
-        else:
-            gives_up.close()
-        stays.send(*vote(1), soon())
-        over.set()
-        eventually(lambda: far.voters() == [1], "only the other one's vote waits")
-        there[2].receive(soon())
-        there[2].send(*vote(0, yes=False), soon())
-        assert stays.receive(soon()) == encode_answer(False)
-
-
 def test_an_interrupted_rank_takes_its_vote_back(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupt(BaseException):
         pass
@@ -512,20 +427,6 @@ def test_a_forked_child_holds_no_connection_open(natives: Natives, far: Far) -> 
     assert far.client.should_commit(0, 0, True, LONG)
 
 
-def test_a_native_client_may_be_refused_by_a_manager_without_a_quorum(job: str) -> None:
-    """A call whose time is over, as torchft's clients know it."""
-    one = manager(job)
-    with Natives() as natives:
-        natives.do("connect", name="a", address=one.address()).result(DEADLINE)
-        with pytest.raises(RuntimeError, match=r"status: InvalidArgument, message: \"rank not found\""):
-            natives.do("metadata", address=one.address(), rank=0).result(DEADLINE)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            natives.do("quorum", name="a", timeout=0.5).result(DEADLINE)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            natives.do("commit", name="a", rank=0, step=0, timeout=0.5).result(DEADLINE)
-    one.shutdown()
-
-
 # -- torchft's own, on either side -----------------------------------------------------------------------------------
 
 
@@ -546,67 +447,6 @@ def test_native_and_drop_in_ranks_share_a_manager(natives: Natives, far: Far) ->
         assert far.client.should_commit(0, step, True, LONG) == vote.result(DEADLINE) == (step != 1)
     assert natives.do("metadata", address=far.address, rank=0).result(DEADLINE) == "weights 0"
     assert far.client._checkpoint_metadata(1, LONG) == "weights of a"
-
-
-def test_a_native_rank_that_is_killed_while_it_waits_does_not_count(natives: Natives, far: Far) -> None:
-    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
-    natives.do("commit", name="a", rank=1, step=0)
-    eventually(lambda: far.voted() == 1, "it has voted")
-    natives.kill()
-    eventually(lambda: far.voted() == 0, "its vote is taken back")
-    with pytest.raises(TimeoutError):
-        far.client.should_commit(0, 0, True, SHORT)
-
-
-@pytest.fixture
-def small(job: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
-    """Of two ranks, at a manager that takes 4 native calls at a time."""
-    monkeypatch.setattr(native, "SPARE_RPCS", 4 - 2 * native.MOST_RPCS_OF_RANK)
-    one = manager(job)
-    yield Far(one, monkeypatch)
-    one.shutdown()
-
-
-def test_native_calls_do_not_take_all_threads(natives: Natives, small: Far) -> None:
-    """What waits beyond a number is refused, until there is room again."""
-    far = small
-    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
-    waiting = [natives.do("commit", name="a", rank=0, step=0) for _ in range(4)]
-    eventually(lambda: far.voted() == 4, "they wait")
-    assert "ResourceExhausted" in refusal(natives, far.address)
-    assert far.client.should_commit(1, 0, True, LONG)
-    assert [one.result(DEADLINE) for one in waiting] == [True] * 4
-    eventually(lambda: "rank not found" in refusal(natives, far.address), "there is room again")
-
-
-def refusal(natives: Natives, address: str) -> str:
-    """Of a native call that cannot be answered."""
-    with pytest.raises(RuntimeError) as caught:
-        natives.do("metadata", address=address, rank=0).result(DEADLINE)
-    return str(caught.value)
-
-
-def test_native_ranks_receive_long_answers(natives: Natives, far: Far) -> None:
-    """Longer than what the joined connections hold for a slow reader."""
-    long = "x" * 3_000_000
-    far.says(long)
-    assert natives.do("metadata", address=far.address, rank=0).result(DEADLINE) == long
-
-
-def test_a_shut_down_manager_ends_calls_of_native_ranks(natives: Natives, far: Far, server: ManagerServer) -> None:
-    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
-    waiting = natives.do("commit", name="a", rank=1, step=0)
-    eventually(lambda: far.voted() == 1, "it has voted")
-    server.shutdown()
-    with pytest.raises(RuntimeError, match="status: "):
-        waiting.result(DEADLINE)
-
-
-def test_a_native_rank_that_the_group_does_not_have_is_refused(natives: Natives, far: Far) -> None:
-    natives.do("connect", name="a", address=far.address, ranks=3).result(DEADLINE)
-    for call in ("quorum", "commit"):
-        with pytest.raises(RuntimeError, match=r"InvalidArgument.*no rank 2: this group has ranks 0 to 1"):
-            natives.do(call, name="a", rank=2, step=0).result(DEADLINE)
 
 
 def test_drop_in_ranks_of_a_native_manager(natives: Natives, job: str) -> None:
@@ -634,32 +474,3 @@ def test_drop_in_ranks_of_a_native_manager(natives: Natives, job: str) -> None:
             waiting.result(DEADLINE)
         with pytest.raises(RuntimeError, match="status: Un"):
             client._checkpoint_metadata(0, LONG)
-
-
-def test_groups_of_both_kinds_heal_from_each_other(natives: Natives, job: str) -> None:
-    """A group at step 0 fetches the metadata of its peer's rank, whichever kind either is."""
-    job = job.replace("min_replicas=1", "min_replicas=2")
-    with Gateway(job) as gateway, replica_processes(job, 1) as (process,):
-        natives.manage(gateway.address(), "n")
-        ours = process.manage("o")
-        for step in (5, 7):
-            ahead, behind = ("n", "o") if step == 5 else ("o", "n")
-            mine = spawn(partial(heal_as_drop_in, ours, step if ahead == "o" else 0))
-            theirs = natives.do("quorum", name="n", step=step if ahead == "n" else 0).result(DEADLINE)
-            told, fetched = mine.result(DEADLINE)
-            assert told.replica_ids == theirs["replica_ids"] == ["n", "o"]
-            if behind == "o":
-                assert (told.heal, fetched) == (True, "weights of n")
-            else:
-                assert theirs["heal"]
-                assert theirs["recover_src_manager_address"] == parted(ours)[0]
-                assert natives.do("metadata", address=ours, rank=0).result(DEADLINE) == "weights of o"
-
-
-def heal_as_drop_in(address: str, step: int) -> tuple[QuorumResult, str]:
-    """Ask, and fetch the metadata of whom to heal from, if that is told."""
-    client = ManagerClient(address, LONG)
-    told = client._quorum(0, step, "weights of o", False, True, 0, LONG)
-    if not told.heal:
-        return told, ""
-    return told, ManagerClient(told.recover_src_manager_address, LONG)._checkpoint_metadata(0, LONG)

@@ -165,7 +165,7 @@ def test_standard_streams_that_are_closed(etcd: EtcdServer, client: EtcdClient, 
 @pytest.mark.parametrize("first", ["child", "fork", "fork_in_c"])
 def test_without_pidfds(etcd: EtcdServer, client: EtcdClient, prefix: str, first: str) -> None:
     """As under a kernel, or a seccomp filter, that has none. A child that keeps the pipe open delays it a little."""
-    with a_process(etcd.get_endpoint(), client, prefix, TTL, MOURNED_NO_PIDFD="1") as victim:
+    with a_process(etcd.get_endpoint(), client, prefix, TTL, VICTIM_NO_PIDFD="1") as victim:
         assert victim.does(first) == "done"
         victim.kill()
         assert victim.await_end().endswith(KILLED)
@@ -244,7 +244,7 @@ def _group_with(limit: int) -> Path:
 def test_the_kernel_kills_for_lack_of_memory(
     etcd: EtcdServer, client: EtcdClient, prefix: str, small_group: Path
 ) -> None:
-    with a_process(etcd.get_endpoint(), client, prefix, MOURNED_GROUP=str(small_group)) as victim:
+    with a_process(etcd.get_endpoint(), client, prefix, VICTIM_GROUP=str(small_group)) as victim:
         eventually(lambda: _settled(victim.sentinel), "it knows how many were killed before")
         victim.tell("eat")
         assert victim.await_end().endswith("since its control group had no memory left (OOM)")

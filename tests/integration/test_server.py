@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import http.client
 import json
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from etcd_cluster import FragileEtcd, state_of
-from helpers import DEADLINE, eventually, own_port
+from helpers import DEADLINE, eventually
 
 import ftcoord
 from ftcoord.config import Credentials, Endpoint, EtcdConfig
@@ -159,15 +158,6 @@ def test_restart_keeps_port_and_data(server: EtcdServer) -> None:
     assert get(server, "a") == "1"
 
 
-def test_given_port_log_and_host(tmp_path: Path) -> None:
-    port, log = own_port(), tmp_path / "server.log"
-    with EtcdServer(port=port, host="localhost", log_path=log) as server:
-        assert server.get_port() == port
-        assert server.get_endpoint() == f"localhost:{port}"
-        assert server.healthy(DEADLINE)
-    assert log.read_text()
-
-
 def test_out_of_space_is_still_started(scratch: Path) -> None:
     with EtcdServer(extra_args=["--quota-backend-bytes=1000000"]) as server:
         with server.get_client() as client:
@@ -225,14 +215,6 @@ def test_failed_start_quotes_the_log_and_leaves_nothing(scratch: Path) -> None:
     assert list(scratch.iterdir()) == []
     server.start()
     server.stop()
-
-
-def test_unusable_directories_are_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ServerError, match="data_dir"):
-        EtcdServer(tmp_path / "file" / "data").start()
-    with pytest.raises(ServerError, match="log_path"):
-        EtcdServer(log_path=tmp_path / "missing" / "log").start()
 
 
 # -- the binary -------------------------------------------------------------------------------------------------------
@@ -368,16 +350,6 @@ def test_a_forked_child_may_not_steer_it(server: EtcdServer) -> None:
         os._exit(refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert server.healthy(DEADLINE)
-
-
-def test_an_abandoned_server_is_ended(scratch: Path) -> None:
-    server = EtcdServer()
-    server.start()
-    pid = server.pid
-    del server
-    gc.collect()
-    eventually(lambda: not alive(pid), what="it has ended")
-    eventually(lambda: not list(scratch.iterdir()), what="its files are gone")
 
 
 def test_an_etcd_that_ended_is_noticed_and_started_again(server: EtcdServer) -> None:

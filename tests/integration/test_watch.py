@@ -1,12 +1,9 @@
-"""Watches and mirrors: nothing missed and nothing twice, whatever becomes of the server."""
+"""Watches: nothing missed and nothing twice, whatever becomes of the server."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +12,11 @@ from helpers import DEADLINE, Seen, eventually
 
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdAuthError, EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd import messages
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd import watch as watch_module
 from ftcoord.etcd.api import Began, KeyValue, Put, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.transport import Transport
-from ftcoord.etcd.watch import Watcher, WatchHub
-from ftcoord.primitives.mirror import Mirror, Posted
+from ftcoord.etcd.watch import Watcher
 from ftcoord.primitives.write_once import write_once
 
 FAST = {"STREAM_CHECK_INTERVAL": 0.1, "PROBE_AFTER": 0.5, "PROBE_TIMEOUT": 0.5}
@@ -255,155 +249,3 @@ def test_watches_outlive_an_etcd_that_is_not_there_at_first(fragile: EtcdServer)
         fragile.restart()
         client.put("/key", b"1", timeout=DEADLINE)
         assert values(seen, 1) == [b"1"]
-
-
-# -- compaction -----------------------------------------------------------------------------------------------------
-
-
-class Owner:
-    """Keeps a mirror as its owner should: items are applied, and it is read again when it lost its place."""
-
-    def __init__(self, client: EtcdClient, span: Span) -> None:
-        self.lists = 0
-        self.mirror = Mirror(client, span, self._post)
-        self._lock = threading.Lock()
-        eventually(lambda: self.current() is not None, what="the first list")
-
-    def _post(self, mirror: Mirror, posted: Posted) -> None:
-        with self._lock:
-            mirror.apply(posted)
-
-    def current(self) -> dict[str, bytes] | None:
-        """None while it has to list again."""
-        with self._lock:
-            if not self.mirror.synced:
-                self.mirror.sync()
-                self.lists += self.mirror.synced
-            return {key: kv.value for key, kv in self.mirror.kvs.items()} if self.mirror.synced else None
-
-
-@contextmanager
-def cut_off(client: EtcdClient) -> Iterator[None]:
-    """No watch stream can be opened meanwhile."""
-    transport: Any = client._transport
-    stream = client._watches._stream
-
-    def refuse(*_: object) -> None:
-        raise EtcdUnavailable("cut off by the test")
-
-    transport.stream = refuse
-    if stream is not None:
-        stream.cancel()
-    eventually(lambda: client._watches._stream is not stream or stream is None, what="the end of the stream")
-    yield
-    del transport.stream
-
-
-def test_a_mirror_lists_again_after_a_compaction_while_it_was_cut_off(fragile: EtcdServer) -> None:
-    with fragile.get_client() as client, fragile.get_client() as other:
-        for i in range(5):
-            client.put(f"/m/{i}", b"old")
-        owner = Owner(client, Span("/m/", is_prefix=True))
-        with cut_off(client):
-            other.delete(Span("/m/0"))
-            revision = [other.put("/m/new", str(i).encode()).revision for i in range(5)][-1]
-            other.compact(revision)
-        expected = {f"/m/{i}": b"old" for i in range(1, 5)} | {"/m/new": b"4"}
-        eventually(lambda: owner.current() == expected, what="the mirror to be true again")
-        assert owner.lists == 2
-        other.put("/m/1", b"new")
-        expected["/m/1"] = b"new"
-        eventually(lambda: owner.current() == expected, what="events after that")
-
-
-# -- what etcd refuses ----------------------------------------------------------------------------------------------
-
-
-class Scripted:
-    """A transport whose stream answers what the test says; newer etcds say things that the one at hand does not."""
-
-    def __init__(self, etcd: EtcdServer, token: str | None) -> None:
-        self.answers: Iterator[Any] = iter(())
-        self.forgotten: list[str | None] = []
-        self._real = Transport(EtcdConfig.load(etcd.get_endpoint(), env={}))
-        self._tokens = itertools.count(1)
-        self._token = token
-        self.closed = self._real.closed
-        self.opened = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def token(self) -> str | None:
-        return None if self._token is None else f"{self._token}{next(self._tokens)}"
-
-    def forget_token(self, stale: str | None) -> None:
-        self.forgotten.append(stale)
-
-    def stream(self, method: messages.Method, requests: Iterator[Any], member: Any, token: str | None) -> Any:
-        self.opened += 1
-        return ScriptedCall(self, requests)
-
-
-class ScriptedCall:
-    def __init__(self, transport: Scripted, requests: Iterator[Any]) -> None:
-        self._transport, self._requests = transport, requests
-        self.cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        self.cancelled.set()
-
-    def __iter__(self) -> Iterator[Any]:
-        for request in self._requests:
-            if self.cancelled.is_set():
-                return
-            if request.HasField("create_request"):
-                answer = next(self._transport.answers, None)
-                if answer is None:
-                    answer = {"watch_id": request.create_request.watch_id, "created": True}
-                yield messages.message("WatchResponse")(**answer)
-
-
-def refusal(reason: str) -> dict[str, Any]:
-    """How etcd 3.5.5 and newer refuse a watch: without its id."""
-    return {"watch_id": -1, "created": True, "canceled": True, "cancel_reason": reason}
-
-
-@pytest.fixture
-def scripted(etcd: EtcdServer) -> Iterator[Callable[[str | None], Any]]:
-    made = []
-
-    def make(token: str | None) -> Any:
-        transport = Scripted(etcd, token)
-        hub = WatchHub(transport)  # type: ignore[arg-type]
-        made.append((transport, hub))
-        return SimpleNamespace(transport=transport, hub=hub)
-
-    yield make
-    for transport, hub in made:
-        transport.close()
-        hub.close()
-
-
-@pytest.mark.parametrize(
-    "reason", ["etcdserver: invalid auth token", "etcdserver: permission denied", "etcdserver: user name is empty"]
-)
-def test_a_refusal_for_an_old_token_leads_to_a_new_login(scripted: Callable[[str | None], Any], reason: str) -> None:
-    it = scripted("token")
-    it.transport.answers = iter([refusal(reason)])
-    seen = Seen()
-    watcher = it.hub.add(Span("/key"), 1, seen)
-    eventually(lambda: it.transport.opened == 2, what="a second stream")
-    assert it.transport.forgotten == ["token1"]
-    assert seen.is_quiet()
-    assert not eventually(lambda: it.hub._stream, what="the stream").ended
-    watcher.cancel()
-
-
-def test_a_permission_that_is_missing_with_a_new_token_too_is_an_error(scripted: Callable[[str | None], Any]) -> None:
-    it = scripted("token")
-    it.transport.answers = iter([refusal("etcdserver: permission denied")] * 2)
-    seen = Seen()
-    it.hub.add(Span("/key"), 1, seen)
-    assert isinstance(seen.error(), EtcdAuthError)
-    assert it.transport.opened == 2

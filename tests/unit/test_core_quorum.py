@@ -571,43 +571,6 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-def test_a_quorum_is_sound(case: Case) -> None:
-    """S5: never empty; min_replicas and a strict majority of the live replicas ask, or all of the last quorum do."""
-    verdict = case.verdict()
-    if isinstance(verdict, Wait):
-        assert not case.is_fast
-        return
-    seated = [one.replica_id for one in verdict.record.requests]
-    assert seated
-    assert seated == sorted(set(seated), key=str.encode)
-    assert set(seated) <= case.asking
-    assert case.is_fast or len(seated) >= case.options.min_replicas
-    assert case.is_fast or 2 * len(case.asking) > len(case.alive)
-    assert {(seat.member, seat.asked, seat.request) for seat in verdict.record.seats} <= {
-        (one.member, one.asked, one.request) for one in case.replicas
-    }
-
-
-@given(cases())
-def test_a_decision_moves_on(case: Case) -> None:
-    """S2, for one step: the number and the id; and what is known as answered is not asked again."""
-    verdict, previous = case.verdict(), case.previous
-    if isinstance(verdict, Wait):
-        return
-    new = verdict.record
-    known = max((one.after for one in case.replicas), default=0)
-    assert new.number == (previous.number if previous else 0) + 1
-    assert new.id >= max(known, previous.id if previous else 1)
-    if previous is None or new.id == previous.id:
-        assert previous is None or [a.replica_id for a in new.requests] == [b.replica_id for b in previous.requests]
-    else:
-        assert new.id > max(known, previous.id)
-    was = previous.answered if previous else {}
-    asked = {one.member: one.asked for one in case.replicas}
-    assert {m for m, number in was.items() if asked.get(m) == number} <= new.answered.keys()
-
-
-@given(cases())
 def test_a_decision_is_not_followed_by_another_at_once(case: Case) -> None:
     verdict = case.verdict()
     if isinstance(verdict, Publish) and case.options.join_timeout > 0:

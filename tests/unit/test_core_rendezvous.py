@@ -36,7 +36,6 @@ from ftcoord.core.round_situation import (
     RoundCandidate,
     RoundOptions,
     RoundSituation,
-    limits_of,
     seating_time,
     unhurried,
     vacant,
@@ -669,11 +668,6 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(replace(there, mine=mine), chosen, 0.0)
 
 
-@given(cases())
-def test_a_verdict_depends_on_the_arguments_only(case: Case) -> None:
-    assert case.verdict == case.verdict
-
-
 @given(cases(), st.integers(-(2**20), 2**20).map(float))
 def test_only_time_differences_matter(case: Case, shift: float) -> None:
     s = case.situation
@@ -723,57 +717,6 @@ def another_number(case: Case) -> Round | None:
     return verdict.record
 
 
-def of_the_same_round(case: Case, *fields: str) -> Round | None:
-    """The record that is decided, if it is that of before with other values in some of these fields."""
-    verdict, before = case.verdict, case.situation.previous
-    if not isinstance(verdict, Publish) or before is None or verdict.record == before:
-        return None
-    same = replace(verdict.record, **{name: getattr(before, name) for name in fields})
-    return verdict.record if same == before else None
-
-
-@given(cases())
-def test_a_new_round_is_sound(case: Case) -> None:
-    new, before = new_round(case), case.situation.previous
-    if new is None:
-        return
-    members = {member.id: member for member in case.situation.members}
-    chosen = [seat.member for seat in new.seats]
-    assert len(set(chosen)) == len(chosen)
-    assert new.min_nodes <= len(chosen) <= new.max_nodes
-    assert new.limits == limits_of(case.situation)
-    assert {members[member].ask.limits for member in chosen} == {new.limits}
-    assert all(seat == Seat(seat.member, (m := members[seat.member]).ask.node, m.ask.host) for seat in new.seats)
-    known = [max(member.ask.after, member.ask.seated) for member in members.values()]
-    assert new.number > max([before.number if before else 0, case.situation.highest, *known])
-    assert (new.address, new.port) == (members[chosen[0]].ask.address, members[chosen[0]].ask.port)
-    assert (new.ready, new.recalled, new.closed) == (False, "", "")
-    assert before is None or before.recalled or before.closed
-    assert before is None or case.situation.ends or new.before == (before.closed or before.recalled)
-
-
-@given(cases())
-def test_a_closed_run_is_gone_on_from_by_new_members_alone(case: Case) -> None:
-    new, before = new_round(case), case.situation.previous
-    if new is None or before is None or not before.closed:
-        return
-    members = {member.id: member for member in case.situation.members}
-    assert may_reopen(before, case.options.restart)
-    assert all(members[seat.member].ask.reopens == before.number for seat in new.seats)
-    assert not any(member in before.last_seats for member in members)
-
-
-@given(cases())
-def test_a_round_is_ready_when_all_have_taken_their_seats(case: Case) -> None:
-    ready = of_the_same_round(case, "ready")
-    if ready is None:
-        return
-    members = {member.id: member for member in case.situation.members}
-    assert ready.ready
-    assert (ready.recalled, ready.closed) == ("", "")
-    assert all(members[seat.member].ask.seated == ready.number for seat in ready.seats)
-
-
 @given(cases())
 def test_survivors_keep_their_ranks(case: Case) -> None:
     decided, before = new_round(case), case.situation.previous
@@ -783,28 +726,6 @@ def test_survivors_keep_their_ranks(case: Case) -> None:
     survivors = [node for node in old if node in new]
     assert new[0] in survivors or not survivors
     assert all(new[rank] == node for rank, node in enumerate(old) if node in survivors[1:] and 0 < rank < len(new))
-
-
-@given(cases())
-def test_a_recall_has_a_cause_and_changes_no_membership(case: Case) -> None:
-    recall, before, s = of_the_same_round(case, "recalled", "waiting"), case.situation.previous, case.situation
-    if recall is None:
-        return
-    assert before is not None
-    assert recall.recalled
-    at_work = [m for m in s.members if before.rank_of(m.id) is not None and m.ask.after < before.number]
-    assert s.vanished or not (before.recalled or before.closed)
-    complete = len(at_work) == len(before.seats) == before.max_nodes and all(m.ask.seated for m in at_work)
-    went = any(m.ask.limits != before.limits for m in at_work)
-    assert s.vanished or went or not complete or case.situation.previous_at <= -LAST_CALL
-
-
-@given(cases())
-def test_every_decision_is_one_of_these(case: Case) -> None:
-    verdict = case.verdict
-    if isinstance(verdict, Publish) and case.situation.previous is not None:
-        kinds = [("recalled", "waiting"), ("ready",), ("min_nodes", "max_nodes")]
-        assert another_number(case) or any(of_the_same_round(case, *kind) for kind in kinds)
 
 
 # -- R9 reattaching ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from ftcoord.core import quorum_records, rendezvous_records
 from ftcoord.core.layout import member_id, member_key, quorum_prefix, run_prefix
 from ftcoord.etcd.api import KeyValue, MemberStatus
-from ftcoord.operator.doctor import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings, quantile_bound
+from ftcoord.operator.doctor import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
 from ftcoord.operator.orders import members_called, owners
 
@@ -37,34 +37,6 @@ def with_status(**fields: object) -> EtcdFacts:
 
 def endpoint(**fields: float) -> EtcdFacts:
     return replace(FACTS, endpoints=[replace(FACTS.endpoints[0], **fields)])  # type: ignore[arg-type]
-
-
-def test_clocks_are_told_as_they_were_seen() -> None:
-    def clocks(facts: EtcdFacts) -> str:
-        return next(one.found for one in findings(facts).findings if one.about == "clocks")
-
-    assert clocks(FACTS).startswith("not compared")
-    assert "h1:2379 within 3 s" in clocks(endpoint(clock_ahead=1.0))
-    assert clocks(endpoint(clock_ahead=60.0)) == "that of h1:2379 is 60 s ahead of this host's"
-
-
-def test_fsyncs_that_took_longer_than_etcd_counts_are_told_in_words() -> None:
-    (one,) = [one for one in findings(endpoint(fsync_seconds=math.inf)).findings if one.about.startswith("fsync")]
-    assert one.found.startswith("more than 1 of 100 took longer than etcd's highest bucket")
-    assert "inf" not in one.found
-
-
-START = 'f_bucket{le="'
-
-
-def test_a_share_of_a_histogram_has_a_bound() -> None:
-    counts = {"0.001": 90, "0.002": 98, "0.004": 99, "+Inf": 100}
-    text = "# TYPE f histogram\n" + "".join(f'f_bucket{{le="{le}"}} {count}\n' for le, count in counts.items())
-    assert quantile_bound(text, START, 0.9) == 0.001
-    assert quantile_bound(text, START, 0.99) == 0.004
-    assert quantile_bound(text, START, 1) == float("inf")
-    assert quantile_bound(text, "g", 0.99) is None
-    assert quantile_bound(f'{START}+Inf"}} 0', START, 0.99) is None
 
 
 def test_nothing_is_wrong_with_a_good_etcd() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import builders
 import pytest
-from held import TIMER, WORKER, expired_kv, timers_kv
+from held import TIMER, WORKER, timers_kv
 
 from ftcoord.commands.output import Terminal, to_json
 from ftcoord.commands.status_watch_history_why import status_lines
@@ -28,7 +28,6 @@ from ftcoord.core.layout import (
 from ftcoord.core.quorum import FAILED_COMMITS, QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, WorkerFailure, chunks_of, head_of, roll_id
-from ftcoord.core.round_situation import RoundOptions
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
 from ftcoord.operator.reading import with_leases
@@ -124,12 +123,6 @@ def test_a_node_that_is_gone_is_missing_with_its_cause() -> None:
     assert "died of signal 9" in found.next.reason
 
 
-def test_a_lost_node_is_nothing_where_the_users_ignore_it() -> None:
-    rules = Rules(RoundOptions(recall_on_loss=False))
-    found = rounds(RUNNING, nodes(ask("a", **in_round(3))), rules=rules)
-    assert (found.next.decision, [one.node for one in found.missing]) == ("wait", ["b"])
-
-
 def test_a_node_that_is_to_leave_is_draining_until_it_has_left() -> None:
     record = replace(RUNNING, drained=("b",), recalled="host of b was drained")
     found = rounds(record, nodes(ask("a", after=3, seated=3), ask("b", **in_round(3))))
@@ -150,19 +143,6 @@ def test_timers_are_told_as_they_expire() -> None:
     assert found.timers[1] == TimerStatus("node7", 7, 3, "step", "running", 5.0, 1004.0)
     assert json.loads(to_json(found))["timers"][1]["standing"] == "running"
     assert found.healthy
-
-
-def test_a_timer_that_expired_is_told_so_until_its_worker_is_gone() -> None:
-    found = timers(timers_kv(RUN, TIMER, replace(TIMER, token=2, slot=1, wall_ms=2_000_000)), expired_kv(RUN))
-    assert [one.standing for one in found.timers] == ["expired", "running"]
-    assert timers(expired_kv(RUN)).timers == ()
-
-
-def test_what_is_no_timer_is_not_counted() -> None:
-    odd = timers_kv(RUN)._replace(value=b"{")
-    found = timers(odd)
-    assert (found.timers, found.healthy) == ((), False)
-    assert [one.key for one in found.unreadable] == [odd.key]
 
 
 def test_a_table_shows_who_holds_which_timer_until_when() -> None:
@@ -294,64 +274,6 @@ def test_garbage_is_shown_as_such(value: bytes, place: str) -> None:
     ]
 
 
-def test_a_decided_number_that_no_member_counts_on_from_stops_the_job() -> None:
-    far = kv(decided_key(RUN), rendezvous_records.encode(replace(RUNNING, number=10**18)))
-    rogue = ask("c", after=10**18)
-    found = told_of(GroupKeys(RUN, far, below_members=nodes(ask("a", **in_round(3)), rogue)))
-    assert found.rounds is not None
-    assert (found.rounds.state, [one.key for one in found.unreadable]) == ("unreadable", [far.key])
-    head, roster = quorum_head.encode_quorum(replace(quorum_of("x"), number=10**18))
-    decided = kv(decided_key(QUORUM), head)
-    group = GroupKeys(QUORUM, decided, kv(roster_key(decided.key), roster or b""), {}, (replica(9, "x"),))
-    found = told_of(quorum=group)
-    assert found.quorum is not None
-    assert (found.quorum.state, [one.key for one in found.unreadable]) == ("unreadable", [decided.key])
-    assert told_of(quorum=replace(group, below_members=())).unreadable == ()  # nobody is there to refuse it
-
-
-def test_a_member_that_names_a_number_to_which_nobody_has_counted_counts_for_nothing() -> None:
-    decided = kv(decided_key(RUN), rendezvous_records.encode(RUNNING))
-    rogue = ask("c", after=10**18)
-    found = told_of(GroupKeys(RUN, decided, below_members=nodes(*(ask(one, **in_round(3)) for one in "ab"), rogue)))
-    assert found.rounds is not None
-    assert [one.node for one in found.rounds.members] == ["a", "b"]
-    assert found.rounds.next.decision == "wait"
-    assert [one.key for one in found.unreadable] == [member_key(RUN, member_id(3))]
-    head, roster = quorum_head.encode_quorum(quorum_of("x"))
-    group = GroupKeys(QUORUM, kv(decided_key(QUORUM), head), kv(roster_key(decided_key(QUORUM)), roster or b""))
-    said = replace(quorum_records.parse_replica("k", replica(9, "y", asked=2).value), heard=10**18)
-    liar = member(QUORUM, 9, quorum_records.encode(said))
-    found = told_of(quorum=replace(group, below_members=(replica(1, "x"), liar)))
-    assert found.quorum is not None
-    assert [one.replica_id for one in found.quorum.replicas] == ["x"]
-    assert [one.key for one in found.unreadable] == [liar.key]
-    found = told_of(quorum=GroupKeys(QUORUM, below_members=(replica(1, "x"), liar)))
-    assert [one.key for one in found.unreadable] == [liar.key], "also before the first quorum"
-
-
-@pytest.mark.parametrize("prefix", [RUN, QUORUM])
-def test_a_job_whose_members_died_before_the_first_decision_is_not_healthy(prefix: str) -> None:
-    deaths = [
-        kv(death_key(prefix, member_id(at)), death_records.encode(death_records.Death(f"death {at}", 1)), 9 - at)
-        for at in (1, 2)
-    ]
-    group = GroupKeys(prefix, deaths=tuple(deaths))
-    found = told_of(group) if prefix == RUN else told_of(quorum=group)
-    part = found.rounds or found.quorum
-    assert part is not None
-    assert (found.healthy, part.state) == (False, "empty")
-    assert part.next.reason == "no member is left; the last one ended before the first decision: death 1"
-    assert tell_line(found).note == part.next.reason
-
-
-def test_a_key_that_lies_under_another_lease_is_no_member() -> None:
-    odd = kv(member_key(RUN, "nobody"), rendezvous_records.encode(ask("x")), lease=5)
-    found = told_of(GroupKeys(RUN, None, below_members=(odd,)))
-    assert [one.key for one in found.unreadable] == [odd.key]
-    assert found.rounds is not None
-    assert found.rounds.members == ()
-
-
 # -- quorums --------------------------------------------------------------------------------------------------------
 
 
@@ -432,12 +354,6 @@ def test_of_two_members_with_one_name_the_newer_one_counts() -> None:
     ]
 
 
-def test_a_request_without_a_known_profile_is_unclear() -> None:
-    short = quorum_records.encode(builders.replica(request("z"), asked=2, profile="0123456789abcdef"))
-    found = quorum(quorum_of("x"), replica(9, "x"), member(QUORUM, 12, short))
-    assert [(one.replica_id, one.standing) for one in found.replicas] == [("x", "training"), ("z", "unclear")]
-
-
 def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most() -> None:
     many = [ask(f"n{at}", after=0, seated=1) for at in range(60)] + [ask("late")]
     record = builders.round_(1, seats(*(one.node for one in many[:60])), port=5, ready=True, limits=(2, 4))
@@ -459,14 +375,6 @@ def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most
     assert "host of late" in shown[at + 2]
     assert shown[at + 5] == "  ... and 58 more: --all shows them"
     assert "members (61):" in list(status_lines(told, Terminal(colours="never"), None))
-
-
-def test_keys_that_cannot_be_read_are_cut_like_rows() -> None:
-    odd = [kv(member_key(RUN, member_id(1 + at)), b"?", 1 + at, 1 + at) for at in range(9)]
-    told = told_of(GroupKeys(RUN, None, below_members=tuple(odd)))
-    shown = list(status_lines(told, Terminal(colours="never"), 3))
-    assert sum(line.startswith("unreadable: ") for line in shown) == 3
-    assert shown[-1] == "... and 6 more: --all shows them"
 
 
 # -- lists ----------------------------------------------------------------------------------------------------------
