@@ -276,7 +276,7 @@ def note_ends(
     Args:
         asks: the requests, and etcd's revision of each.
     """
-    ends = [end for ask, revision in asks for end in _said(ask, round_, revision)]
+    ends = [end for ask, at in asks if ask.failed for end in _said(ask, round_, at)]
     for one in vacant:
         if one.cause:
             kind: EventKind = "left" if one.left else "died"
