@@ -107,17 +107,36 @@ def make_app(page: Page, etcd: Etcd, board: Board, leases: LeaseBook, collect: C
         leases: the members' leases.
         collect: returns the metrics of all runs. Raises ServerError without prometheus_client.
     """
-    only = page.gateway_job
+    site = _Site(page, etcd, board, leases)
+    routes: list[BaseRoute] = [
+        Route("/", site.index),
+        Route("/api/about", site.about),
+        Route("/api/jobs", site.reports),
+        Route("/api/job", site.reports),
+        Route("/api/act", site.act, methods=["POST"]),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    if not page.gateway_job:
+        routes.append(Route("/metrics", _Metrics(collect).metrics))
+    return _Guarded(Starlette(routes=routes), {*page.host_names, page.listen[0].lower()})
 
-    async def index(request: Request) -> Response:
-        if only and request.query_params.get("job") != only:
-            return RedirectResponse(f"./?{urlencode({'job': only})}")
+
+class _Site:
+    """What is answered at each path."""
+
+    def __init__(self, page: Page, etcd: Etcd, board: Board, leases: LeaseBook) -> None:
+        self._page, self._etcd, self._board, self._leases = page, etcd, board, leases  # never change
+        self._only = page.gateway_job
+
+    async def index(self, request: Request) -> Response:
+        if self._only and request.query_params.get("job") != self._only:
+            return RedirectResponse(f"./?{urlencode({'job': self._only})}")
         return Response((STATIC / "index.html").read_bytes(), media_type="text/html")
 
-    async def about_page(_request: Request) -> Response:
-        return JSONResponse({**page.about, "acts": bool(page.token)})
+    async def about(self, _request: Request) -> Response:
+        return JSONResponse({**self._page.about, "acts": bool(self._page.token)})
 
-    async def reports(request: Request) -> Response:
+    async def reports(self, request: Request) -> Response:
         """The stream of a job, or of the list."""
         asked = request.query_params
         try:
@@ -125,14 +144,14 @@ def make_app(page: Page, etcd: Etcd, board: Board, leases: LeaseBook, collect: C
             offset = whole(0, 10**9)("offset", asked.get("offset", "0"))
         except ConfigError as error:
             return refusal(400, str(error))
-        if only and job != only:
-            return _of_another_job(only)
-        return _Reports(board, leases, job, find=asked.get("find", "")[:LONGEST_SEARCH], offset=offset)
+        if self._only and job != self._only:
+            return _of_another_job(self._only)
+        return _Reports(self._board, self._leases, job, find=asked.get("find", "")[:LONGEST_SEARCH], offset=offset)
 
-    async def act(request: Request) -> Response:
-        if not page.token:
+    async def act(self, request: Request) -> Response:
+        if not self._page.token:
             return refusal(403, "this page is read-only: FTCOORD_DASHBOARD_TOKEN lets it act")
-        if not is_token(request.headers.get("authorization", ""), page.token):
+        if not is_token(request.headers.get("authorization", ""), self._page.token):
             return refusal(401, "this is not the page's token")
         body = b""
         async for chunk in request.stream():
@@ -141,10 +160,10 @@ def make_app(page: Page, etcd: Etcd, board: Board, leases: LeaseBook, collect: C
                 return refusal(413, "an order is shorter than this")
         try:
             order = read_order(json.loads(body))
-            if only and order.job != only:
-                return _of_another_job(only)
+            if self._only and order.job != self._only:
+                return _of_another_job(self._only)
             sender = _peer_of(request) or "an unknown address"
-            return JSONResponse(plain(await to_thread.run_sync(carry_out, page, etcd, order, sender)))
+            return JSONResponse(plain(await to_thread.run_sync(carry_out, self._page, self._etcd, order, sender)))
         except RecursionError:
             return refusal(400, "this is nested too deeply for an order")
         except ValueError as error:  # ConfigError too; no JSON
@@ -156,30 +175,23 @@ def make_app(page: Page, etcd: Etcd, board: Board, leases: LeaseBook, collect: C
         except FtcoordError as error:
             return refusal(409, str(error))
 
-    reading: asyncio.Future[tuple[bytes, str]] | None = None
 
-    async def metrics(_request: Request) -> Response:
-        """Scrapes share the read that is in progress: each reads all runs, and a slow etcd is not read for each."""
-        nonlocal reading
-        if reading is None or reading.done():
-            reading = asyncio.ensure_future(to_thread.run_sync(exposed, collect))
+class _Metrics:
+    """Serves Prometheus the metrics of all runs. Scrapes share the read that is in progress: each reads all runs, and a
+    slow etcd is not read for each of them."""
+
+    def __init__(self, collect: Collect) -> None:
+        self._collect = collect  # never changes
+        self._reading: asyncio.Future[tuple[bytes, str]] | None = None
+
+    async def metrics(self, _request: Request) -> Response:
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.ensure_future(to_thread.run_sync(exposed, self._collect))
         try:
-            text, kind = await asyncio.shield(reading)
+            text, kind = await asyncio.shield(self._reading)
         except ServerError as error:
             return PlainTextResponse(f"{error}\n", 501)
         return Response(text, media_type=kind)
-
-    routes: list[BaseRoute] = [
-        Route("/", index),
-        Route("/api/about", about_page),
-        Route("/api/jobs", reports),
-        Route("/api/job", reports),
-        Route("/api/act", act, methods=["POST"]),
-        Mount("/static", StaticFiles(directory=STATIC)),
-    ]
-    if not only:
-        routes.append(Route("/metrics", metrics))
-    return _Guarded(Starlette(routes=routes), {*page.host_names, page.listen[0].lower()})
 
 
 def refusal(status: int, why: str) -> Response:

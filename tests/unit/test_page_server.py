@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from urllib.request import urlopen
@@ -14,6 +15,8 @@ import uvicorn
 from helpers import DEADLINE, eventually
 from page_calls import page_of
 
+from ftcoord.config import EtcdConfig
+from ftcoord.dashboard import app
 from ftcoord.dashboard import server as servers
 from ftcoord.dashboard.server import PageServer
 from ftcoord.errors import ServerError
@@ -71,6 +74,26 @@ def test_a_peer_that_asks_and_reads_nothing_is_ended(monkeypatch: pytest.MonkeyP
         one.sendall(asked * 1000)  # more than all buffers hold
         eventually(lambda: not server._server.server_state.connections, "its end, though it has read nothing")
         assert serves(server)
+
+
+def test_a_viewer_that_reads_nothing_is_disconnected_and_its_feed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "UNREAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(app, "BEAT", 0.01)
+    monkeypatch.setattr(
+        app, "_event", lambda *_: "data: " + "x" * 1_000_000 + "\n\n"
+    )  # soon more than all buffers hold
+    no_etcd = EtcdConfig.load("127.0.0.1:1", env={}, request_timeout=0.1)
+    with (
+        PageServer(page_of(etcd=no_etcd)) as server,
+        connected(server, b"GET /api/jobs HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    ):
+        eventually(_is_list_read, "the feed of the list")
+        eventually(lambda: not server._server.server_state.connections, "the end of its connection")
+        eventually(lambda: not _is_list_read(), "the end of the feed")
+
+
+def _is_list_read() -> bool:
+    return any(one.name == "ftcoord-job-list" for one in threading.enumerate())
 
 
 def _serves_by_now(server: PageServer) -> bool:
