@@ -276,8 +276,7 @@ class EtcdStore(Store):
         If `block`, waits for an item, and raises DistStoreError after the store's timeout. Else raises
         `torch.distributed.QueueEmptyError` if there is none (DistStoreError with torch 2.6).
         """
-        deadline = self._deadline()
-        first = Get(self._queue(key), limit=1, order="oldest")
+        deadline, first = self._deadline(), Get(self._queue(key), limit=1, order="oldest")
         while True:
             item = self._await(first, key, deadline) if block else self._range(first, deadline).one
             if item is None:
