@@ -27,7 +27,7 @@ def parted(address: str) -> tuple[str, str]:
     plain, _, fragment = address.partition("#")
     token, colon, port = fragment.partition(":")
     is_token = len(token) == 2 * TOKEN_BYTES and _HEX.issuperset(token)
-    is_port = 1 <= len(port) <= 5 and _DECIMAL.issuperset(port) if colon else True
+    is_port = not colon or (len(port) <= 5 and _DECIMAL.issuperset(port) and 0 < int(port or 0) < 65536)
     return (plain, fragment) if is_token and is_port else (address, "")
 
 
