@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # takes each process ten seconds.
 marked = $$(grep -rlw --include='test_*.py' --exclude-dir=cluster 'mark.$(1)' tests)
 
-.PHONY: demo demo-torchft test test-browser test-cluster pictures sim sim-shrink sim-mutants soak etcd-image lint benchmark
+.PHONY: demo demo-torchft test test-browser test-cluster pictures sim sim-shrink soak etcd-image lint benchmark
 .PHONY: docs clean
 
 demo: $(VENV)/.ready
@@ -57,11 +57,6 @@ sim: $(VENV)/.ready
 
 sim-shrink: $(VENV)/.ready
 	PYTHONPATH=tests/sim:tests $(BIN)/python -m simulator shrink $(SEED) $(if $(PROFILE),--profile '$(PROFILE)')
-
-# The table of planted faults in docs/reliability.md.
-sim-mutants: $(VENV)/.ready
-	PYTHONPATH=tests/sim:tests $(BIN)/python -m simulator mutants --seeds $(or $(SEEDS),10000) --only '$(ONLY)' \
-		--write docs/reliability.md
 
 soak: $(VENV)/.ready
 	$(BIN)/python tests/soak.py $(or $(MINUTES),30)

@@ -273,7 +273,7 @@ def note_ends(
     Args:
         asks: the requests, and etcd's revision of each.
     """
-    ends = [end for ask, revision in asks for end in _said(ask, round_, revision)]
+    ends = [end for ask, at in asks if ask.failed or ask.leaving for end in _said(ask, round_, at)]
     for one in vacant:
         if one.cause:
             ends.append(HistoryEvent("died", round_.number, one.seat.host, one.seat.node, one.cause, noted=one.noted))
@@ -302,7 +302,7 @@ def failure_event(number: int, host: str, node: str, failure: WorkerFailure) -> 
 
 def _said(ask: JoinRequest, round_: Round, revision: int) -> list[HistoryEvent]:
     """How a node's part in this round ended, in its own words."""
-    if not (ask.failed or ask.leaving) or ask.node not in round_.nodes or round_.number not in (ask.seated, ask.after):
+    if ask.node not in round_.nodes or round_.number not in (ask.seated, ask.after):
         return []
     failed = [failure_event(round_.number, ask.host, ask.node, one) for one in ask.failed]
     said = [replace(event, noted=min(ask.failed_at or revision, revision)) for event in failed]

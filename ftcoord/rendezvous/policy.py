@@ -261,7 +261,7 @@ class RendezvousPolicy:
         is_over = self._options.return_to_seat and (previous.recalled or previous.closed)
         until = since + self._options.return_to_seat + LEASE_GRACE if is_over else inf
         gone = [known for at, known in self._gone.values() if at <= until]
-        lost = lost_ends(previous, gone, ends, {member.ask.node for member in members})
+        lost = lost_ends(previous, gone, ends, {member.ask.node for member in members}) if gone else []
         # All leave a run that is over.
         return *(end for end in ends.values() if end.kind != "left" or not previous.closed), *lost
 

@@ -32,19 +32,9 @@ def test_one_order_explains_what_clients_are_told(profile: str) -> None:
     assert answered > SEEDS[profile]
 
 
-@pytest.mark.parametrize(
-    ("name", "profile"),
-    [
-        ("compare_set does not compare", "stores"),
-        ("a store's change does not count", "stores"),
-    ],
-)
-def test_a_planted_fault_is_seen(name: str, profile: str) -> None:
-    with planted(next(one for one in MUTANTS if one.name == name)):
-        for seed in range(3, 20):
-            if [*findings(history_of(play(plan_of(seed, profile))))]:
-                return
-    pytest.fail(f"no history of 17 shows that {name}")
+def test_a_planted_fault_is_detected() -> None:
+    with planted(next(one for one in MUTANTS if one.name == "a store's change does not count")):
+        assert any([*findings(history_of(play(plan_of(seed, "stores"))))] for seed in range(3, 20))
 
 
 LOSING: Final = Network(lost_answers=0.25)

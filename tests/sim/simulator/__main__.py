@@ -1,4 +1,4 @@
-"""The simulator's command: `python -m simulator run|show|shrink|mutants`, with tests/sim and tests on the path."""
+"""The simulator's command: `python -m simulator run|show|shrink`, with tests/sim and tests on the path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from simulator.exporting import export
 from simulator.history import Report, play
-from simulator.mutants import MUTANTS, Mutant, caught_by, table
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
 from simulator.shrinking import shrink
 
@@ -60,13 +59,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--profile", choices=PROFILES)
         command.add_argument("--faults", help="those that `shrink` has left")
         command.set_defaults(work=work)
-    mutants = commands.add_parser("mutants", help="plant faults, and tell by which seed and oracle each is seen")
-    mutants.add_argument("--seeds", type=int, default=10_000, help="how many are tried of each at the most")
-    mutants.add_argument("--processes", type=int, default=2)
-    mutants.add_argument("--first", type=int, default=0, help="the first seed")
-    mutants.add_argument("--write", type=Path, help="the document that has the table, which is brought up to date")
-    mutants.add_argument("--only", default="", help="those whose name has this in it")
-    mutants.set_defaults(work=_mutants)
     return parser
 
 
@@ -152,34 +144,6 @@ def _shrink(options: argparse.Namespace) -> int:
     print(f"{len(least.plan.faults)} faults of {len(plan.faults)} are left")
     print(f"{line_of(least)} --faults '{faults}'")
     return 1
-
-
-def _hunt(task: tuple[Mutant, range]) -> tuple[Mutant, Report | None]:
-    report = caught_by(*task)
-    if report is not None:
-        report.forget()
-    return task[0], report
-
-
-def _mutants(options: argparse.Namespace) -> int:
-    """A few seeds of each, then four times as many of those that are not seen yet: most are seen at once. The document
-    has each line as soon as it is known."""
-    left = [one for one in MUTANTS if options.only in one.name]
-    planted, at, last = len(left), options.first, options.first + options.seeds
-    with multiprocessing.get_context("fork").Pool(options.processes) as pool:
-        while left and at < last:
-            until = min(max(options.first + FEW, 4 * at), last)
-            tasks, left = [(one, range(at, until)) for one in left], []
-            for mutant, report in pool.imap_unordered(_hunt, tasks):
-                line = table.line(mutant, report, until)
-                print(line, flush=True)
-                if options.write is not None:
-                    options.write.write_text(table.updated(options.write.read_text(), {mutant.name: line}))
-                if report is None:
-                    left.append(mutant)
-            at = until
-    print(f"{planted} planted, {len(left)} not seen")
-    return bool(left)
 
 
 if __name__ == "__main__":
