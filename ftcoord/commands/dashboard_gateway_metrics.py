@@ -36,23 +36,23 @@ _NAMES: Final = "host names accepted in the Host header, such as n1,n2"
 _JOB: Final = "the job's address, such as etcd://h1:2379/job?min_replicas=2"
 _CLIENT_CA: Final = "accept only clients with a certificate of this CA"
 _PORT, _HOST = exporter.port_number, exporter.listening_host
-PAGE_FLAGS: Final = (Flag("--host-names", "FTCOORD_DASHBOARD_HOST_NAMES", _NAMES, text, "", "LIST"),)
+PAGE_FLAGS: Final = (Flag("--host-names LIST", "FTCOORD_DASHBOARD_HOST_NAMES", _NAMES, text, ""),)
 METRICS_FLAGS: Final = (
-    Flag("--metrics-host", "FTCOORD_METRICS_HOST", "the address to serve metrics on", _HOST, LOOPBACK, "HOST"),
-    Flag("--metrics-host-names", "FTCOORD_METRICS_HOST_NAMES", f"{_NAMES}, of scrapes", text, "", "LIST"),
-    Flag("--metrics-cert", "FTCOORD_METRICS_CERT", "serve metrics over TLS, with this certificate", metavar="FILE"),
-    Flag("--metrics-key", "FTCOORD_METRICS_KEY", "the private key of that certificate", metavar="FILE"),
-    Flag("--metrics-client-ca", "FTCOORD_METRICS_CLIENT_CA", _CLIENT_CA, metavar="FILE"),
+    Flag("--metrics-host HOST", "FTCOORD_METRICS_HOST", "the address to serve metrics on", _HOST, LOOPBACK),
+    Flag("--metrics-host-names LIST", "FTCOORD_METRICS_HOST_NAMES", f"{_NAMES}, of scrapes", text, ""),
+    Flag("--metrics-cert FILE", "FTCOORD_METRICS_CERT", "serve metrics over TLS, with this certificate"),
+    Flag("--metrics-key FILE", "FTCOORD_METRICS_KEY", "the private key of that certificate"),
+    Flag("--metrics-client-ca FILE", "FTCOORD_METRICS_CLIENT_CA", _CLIENT_CA),
 )
 
 
 def _metrics_port(default: int | None) -> Flag:
     about = "the port to serve metrics on; 0 for a free one"
-    return Flag("--metrics-port", "FTCOORD_METRICS_PORT", about, _PORT, default, "PORT")
+    return Flag("--metrics-port PORT", "FTCOORD_METRICS_PORT", about, _PORT, default)
 
 
 def _listen(variable: str, default: str) -> Flag:
-    return Flag("--listen", variable, "the address to serve on", text, default, "ADDRESS")
+    return Flag("--listen ADDRESS", variable, "the address to serve on", text, default)
 
 
 def add_commands(commands: Any) -> None:
@@ -60,10 +60,10 @@ def add_commands(commands: Any) -> None:
     add_command(commands, dashboard, *flags.ETCD_KEYS, *flags.RULE_FLAGS, listen, *PAGE_FLAGS)
     page_port = "the port for the job's dashboard; 0 for a free one"
     add_command(
-        *(commands, gateway, Flag("--etcd", "FTCOORD_GATEWAY_ETCD", _JOB, metavar="ADDRESS")),
+        *(commands, gateway, Flag("--etcd ADDRESS", "FTCOORD_GATEWAY_ETCD", _JOB)),
         *(_listen("FTCOORD_GATEWAY_LISTEN", "127.0.0.1:29510"), _metrics_port(None), *METRICS_FLAGS),
-        Flag("--page-port", "FTCOORD_GATEWAY_PAGE_PORT", page_port, _PORT, None, "PORT"),
-        Flag("--page-host", "FTCOORD_GATEWAY_PAGE_HOST", "the address for that dashboard", _HOST, LOOPBACK, "HOST"),
+        Flag("--page-port PORT", "FTCOORD_GATEWAY_PAGE_PORT", page_port, _PORT, None),
+        Flag("--page-host HOST", "FTCOORD_GATEWAY_PAGE_HOST", "the address for that dashboard", _HOST, LOOPBACK),
         *PAGE_FLAGS,
     )
     add_command(commands, metrics, *flags.ETCD_KEYS, _metrics_port(29511), *METRICS_FLAGS)

@@ -26,16 +26,16 @@ def add_commands(commands: Any) -> None:
         "folder for the agents' logs; a new one if omitted",
         "folder for etcd's data; a temporary one if omitted",
     )
-    add_command(commands, demo, Flag("--logs", "FTCOORD_DEMO_LOGS", logs, _path, None, "FOLDER"))
+    add_command(commands, demo, Flag("--logs FOLDER", "FTCOORD_DEMO_LOGS", logs, _path, None))
     port, open_ = "the port to serve on; 0 for a free one", "let all users of this host, and all who reach it, in"
     add_command(
         *(
             commands,
             server,
-            Flag("--host", "FTCOORD_SERVER_HOST", "the address to serve on", text, "127.0.0.1", "HOST"),
+            Flag("--host HOST", "FTCOORD_SERVER_HOST", "the address to serve on", text, "127.0.0.1"),
         ),
-        Flag("--port", "FTCOORD_SERVER_PORT", port, whole(0, 65535), 2379, "PORT"),
-        Flag("--data-dir", "FTCOORD_SERVER_DATA_DIR", data, text, None, "FOLDER"),
+        Flag("--port PORT", "FTCOORD_SERVER_PORT", port, whole(0, 65535), 2379),
+        Flag("--data-dir FOLDER", "FTCOORD_SERVER_DATA_DIR", data, text, None),
         Flag("--no-login", "FTCOORD_SERVER_NO_LOGIN", open_, switch, 0),
     )
 

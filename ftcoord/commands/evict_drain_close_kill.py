@@ -15,9 +15,9 @@ from ftcoord.escaping import neutral
 from ftcoord.operator import orders
 from ftcoord.operator.report import Done
 
-_REASON: Final = Flag("--reason", "FTCOORD_REASON", "the reason, recorded for others to read", full_text, None, "TEXT")
+_REASON: Final = Flag("--reason TEXT", "FTCOORD_REASON", "the reason, recorded for others to read", full_text, None)
 _FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "drain even if too few nodes stay for a round", switch, 0)
-_WAIT: Final = Flag("--wait", "FTCOORD_KILL_WAIT", "seconds to wait until it is gone", seconds, 10.0, "SECONDS")
+_WAIT: Final = Flag("--wait SECONDS", "FTCOORD_KILL_WAIT", "seconds to wait until it is gone", seconds, 10.0)
 _YES: Final = Flag("--yes", "FTCOORD_YES", "do not ask for confirmation", switch, 0, short="-y")
 _MEMBER: Final = "the member's host, node id, replica id (its uuid may be left out) or member id"
 

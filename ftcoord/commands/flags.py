@@ -33,24 +33,31 @@ class Flag:
     """A flag of a command, or an argument by position.
 
     Args:
-        name: as `--name`; without dashes that of an argument.
+        spec: as `--name VALUE`, with the placeholder for its value in the help, or `--name` for a flag without a value;
+            without dashes the name of an argument.
         variable: its environment variable, which is used when the flag is omitted; empty for an argument.
         help: what it is, without the variable and the default, which `add_command` appends.
         parse: from its name, or the variable's, and the text; raises ConfigError.
         default: used when neither is given; not parsed.
-        metavar: the placeholder for its value in the help; empty for a flag without a value.
         choices: the allowed values, for shell completion; empty if any value may be given.
         short: another name, as `-n`.
     """
 
-    name: str
+    spec: str
     variable: str
     help: str
     parse: Callable[[str, object], Any] = text
     default: object = None
-    metavar: str = ""
     choices: Sequence[str] = ()
     short: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.spec.partition(" ")[0]
+
+    @property
+    def metavar(self) -> str:
+        return self.spec.partition(" ")[2]
 
     @property
     def dest(self) -> str:
@@ -59,28 +66,30 @@ class Flag:
 
 _ENDPOINTS: Final = "etcd's endpoints, such as h1:2379,h2:2379 or srv://domain"
 ETCD_FLAGS: Final = (
-    Flag("--endpoints", "FTCOORD_ENDPOINTS", _ENDPOINTS, default="127.0.0.1:2379", metavar="LIST"),
-    Flag("--ca-cert", "FTCOORD_CA_CERT", "the CA that signed etcd's certificate", metavar="FILE"),
-    Flag("--cert", "FTCOORD_CERT", "the client's certificate", metavar="FILE"),
-    Flag("--key", "FTCOORD_KEY", "the client's private key", metavar="FILE"),
-    Flag("--server-name", "FTCOORD_SERVER_NAME", "the host name to expect in etcd's certificate", metavar="NAME"),
-    Flag("--user", "FTCOORD_USER", "the etcd user; its password is read from FTCOORD_PASSWORD", metavar="NAME"),
-    Flag("--request-timeout", "FTCOORD_REQUEST_TIMEOUT", "timeout of a call to etcd", seconds, 5, "SECONDS"),
+    Flag("--endpoints LIST", "FTCOORD_ENDPOINTS", _ENDPOINTS, default="127.0.0.1:2379"),
+    Flag("--ca-cert FILE", "FTCOORD_CA_CERT", "the CA that signed etcd's certificate"),
+    Flag("--cert FILE", "FTCOORD_CERT", "the client's certificate"),
+    Flag("--key FILE", "FTCOORD_KEY", "the client's private key"),
+    Flag("--server-name NAME", "FTCOORD_SERVER_NAME", "the host name to expect in etcd's certificate"),
+    Flag("--user NAME", "FTCOORD_USER", "the etcd user; its password is read from FTCOORD_PASSWORD"),
+    Flag("--request-timeout SECONDS", "FTCOORD_REQUEST_TIMEOUT", "timeout of a call to etcd", seconds, 5),
 )
 """The flags that `EtcdConfig.load` takes. It reads their variables, and then etcdctl's, and applies the defaults: those
 here are only for the help."""
 ETCD_KEYS: Final = (
     *ETCD_FLAGS,
-    Flag("--key-prefix", "FTCOORD_KEY_PREFIX", "the prefix of all keys", key_path, KEY_PREFIX, "PATH"),
+    Flag("--key-prefix PATH", "FTCOORD_KEY_PREFIX", "the prefix of all keys", key_path, KEY_PREFIX),
 )
 OUTPUT_FLAGS: Final = (
-    Flag("--output", "FTCOORD_OUTPUT", "the output format", choice(*FORMATS), "table", "FORMAT", FORMATS, "-o"),
-    Flag("--color", "FTCOORD_COLOR", "whether to use colours", choice(*COLOURS), "auto", "WHEN", COLOURS),
+    Flag(
+        "--output FORMAT", "FTCOORD_OUTPUT", "the output format", choice(*FORMATS), "table", choices=FORMATS, short="-o"
+    ),
+    Flag("--color WHEN", "FTCOORD_COLOR", "whether to use colours", choice(*COLOURS), "auto", choices=COLOURS),
 )
 _ON_LOSS, _LOSS = ("restart", "ignore"), "on_member_loss of the run's rdzv_conf"
 RULE_FLAGS: Final = (
-    Flag("--min-replicas", "FTCOORD_MIN_REPLICAS", "the least min_replicas to assume", whole(1, 2**31 - 1), 1, "N"),
-    Flag("--on-member-loss", "FTCOORD_ON_MEMBER_LOSS", _LOSS, choice(*_ON_LOSS), "restart", "WHAT", _ON_LOSS),
+    Flag("--min-replicas N", "FTCOORD_MIN_REPLICAS", "the least min_replicas to assume", whole(1, 2**31 - 1), 1),
+    Flag("--on-member-loss WHAT", "FTCOORD_ON_MEMBER_LOSS", _LOSS, choice(*_ON_LOSS), "restart", choices=_ON_LOSS),
 )
 """Settings of a job that the next decision depends on and that etcd may not have."""
 JOB: Final = Flag("JOB", "", "the job's id: torchrun's --rdzv-id, or the last part of a job's address", full_text)

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig, choice, full_text, whole
-from ftcoord.dashboard.feeds import Board, Feed, LeaseBook, Shown, TooManyViewers, part_of
+from ftcoord.dashboard.feeds import Board, LeaseBook, PageFeed, Shown, TooManyViewers, part_of
 from ftcoord.errors import (
     ClientClosed,
     ConfigError,
@@ -245,7 +245,7 @@ class _Reports(StreamingResponse):
 
         client = _peer_of(Request(scope))
         try:
-            self._feed: Feed = await to_thread.run_sync(self._board.view, self._job, wake, client)
+            self._feed: PageFeed = await to_thread.run_sync(self._board.view, self._job, wake, client)
         except (TooManyViewers, ThreadNotStarted, ClientClosed) as error:
             await refusal(503, str(error))(scope, receive, send)
             return

@@ -108,10 +108,10 @@ class Board(Closing):
         self._etcd, self._key_prefix, self._rules = etcd, key_prefix, rules  # never change
         # Guards what follows. A feed is made with the lock held, and closed without it: that waits for its thread.
         self._lock = concurrency.lock("Board._lock")
-        self._feeds: dict[str | None, Feed] = {}
+        self._feeds: dict[str | None, PageFeed] = {}
         self._closed = False
 
-    def view(self, job: str | None, wake: Callable[[], None], client: str = "") -> Feed:
+    def view(self, job: str | None, wake: Callable[[], None], client: str = "") -> PageFeed:
         """View a job, or the list of jobs, until `leave`. `client` is the viewer's address.
 
         `wake` is called on a thread of ftcoord's when there may be something new. It must not block, and not raise.
@@ -135,7 +135,7 @@ class Board(Closing):
             feed.viewers[wake] = client
             return feed
 
-    def leave(self, feed: Feed, wake: Callable[[], None]) -> None:
+    def leave(self, feed: PageFeed, wake: Callable[[], None]) -> None:
         """View it no longer. The last viewer ends the feed, and waits for its thread. Idempotent."""
         with self._lock:
             is_over = feed.viewers.pop(wake, None) is not None and not feed.viewers
@@ -164,7 +164,7 @@ def _is_full(viewers: int, jobs: int, is_new: bool, share: int) -> bool:
     return viewers >= MOST_VIEWERS // share or (is_new and jobs >= MOST_JOBS // share)
 
 
-class Feed(Closing):
+class PageFeed(Closing):
     """One thread that reads etcd for all viewers of a job, or of the list."""
 
     def __init__(self, etcd: Etcd, key_prefix: str, name: str) -> None:
@@ -203,7 +203,7 @@ class Feed(Closing):
         self.end(f"the page's watch has ended: {error}")
 
 
-class _JobFeed(Feed):
+class _JobFeed(PageFeed):
     """Reports one job when it, or its history, changes, and whether etcd answers."""
 
     def __init__(self, etcd: Etcd, key_prefix: str, job: str, rules: Rules) -> None:
@@ -245,7 +245,7 @@ class _JobFeed(Feed):
         self._watch.wake()
 
 
-class _JobListFeed(Feed):
+class _JobListFeed(PageFeed):
     """Reports the list of jobs, by reading it again and again: following all jobs at once has no bound."""
 
     def __init__(self, etcd: Etcd, key_prefix: str) -> None:

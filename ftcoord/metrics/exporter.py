@@ -6,7 +6,6 @@ handshake slowly delay all others. So its handler runs on a server that has thes
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import logging
 import math
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Final
 
-from ftcoord import concurrency, files, fork
+from ftcoord import concurrency, files, fork, proc
 from ftcoord.closing import Closing
 from ftcoord.config import exposure, parse_host, text, variable, whole
 from ftcoord.errors import ConfigError, FtcoordError, ServerError, ThreadNotStarted
@@ -47,7 +46,6 @@ CONNECTION_TIMEOUT: Final = 30.0
 TURN: Final = 0.5
 """Seconds between two looks for connections that have lasted too long, and after a connection that found no free
 descriptor."""
-NO_DESCRIPTORS: Final = {errno.EMFILE, errno.ENFILE}
 
 port_number = whole(0, 65535, "; 0 takes a free one")
 """A parser for ports to listen on."""
@@ -203,7 +201,7 @@ class MetricsServer(Closing, socketserver.TCPServer):
         try:
             peer, address = super().get_request()
         except OSError as error:
-            if error.errno in NO_DESCRIPTORS:  # the loop would ask again at once
+            if error.errno in proc.NO_DESCRIPTORS:  # the loop would ask again at once
                 concurrency.sleep(TURN)
             raise
         if self._tls is not None:

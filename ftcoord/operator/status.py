@@ -17,7 +17,7 @@ from ftcoord.core.layout import is_expired_key, member_of, roll_key, roll_span
 from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, attendance, failing
 from ftcoord.core.quorum_head import parse_quorum
-from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, parse_replica
+from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, ReplicaRecord, parse_replica
 from ftcoord.core.recovery import heals_from
 from ftcoord.core.rendezvous import decide, outlook
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead
@@ -229,7 +229,7 @@ def _standing_of_node(previous: Round | None, holder: str, ask: JoinRequest, lim
 # -- quorums --------------------------------------------------------------------------------------------------------
 
 
-NO_QUORUM: Final = QuorumRecord(0, 0, (), (), 0.0, "")
+NO_QUORUM: Final = QuorumRecord(number=0, id=0, seats=(), idle=(), created=0.0)
 
 
 def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Unreadable]) -> report.QuorumStatus:
@@ -253,11 +253,7 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
         options = replace(options, min_replicas=fewest)
     unreadable += members.odd
     quorum = previous or NO_QUORUM
-    replicas = [
-        # With the profiles that replicas may have left out.
-        QuorumCandidate.of(member_of(kv.key), one, quorum.profiles, NOW, kv.create_revision, *[kv.mod_revision] * 2)
-        for kv, one in members.live
-    ]
+    replicas = [_candidate(kv, record, quorum) for kv, record in members.live]
     statuses, live, fewest = _replicas(quorum, replicas), {_name(one) for one in replicas}, options.min_replicas
     if next_ is None:
         seen = QuorumSituation(replicas, previous, NOW, unreadable=len(members.unread))
@@ -284,6 +280,12 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
         ),
         **_copied(quorum, "number", "id", "created"),
     )
+
+
+def _candidate(kv: KeyValue, record: ReplicaRecord, quorum: QuorumRecord) -> QuorumCandidate:
+    """With the profile of the quorum, which a replica may have left out."""
+    when = {"came_at": kv.create_revision, "asked_at": kv.mod_revision, "wrote_at": kv.mod_revision}
+    return QuorumCandidate.of(member_of(kv.key), record, quorum.profiles, NOW, **when)
 
 
 def _name(one: QuorumCandidate | QuorumSeat) -> str:
