@@ -23,16 +23,7 @@ from ftcoord.core.layout import (
     run_prefix,
 )
 from ftcoord.core.office import OfficeRecord, encode_office
-from ftcoord.core.rendezvous_records import (
-    ROLLS,
-    JoinRequest,
-    Round,
-    Seat,
-    WorkerFailure,
-    chunks_of,
-    head_of,
-    roll_id,
-)
+from ftcoord.core.rendezvous_records import ROLLS, JoinRequest, Round, Seat, WorkerFailure, chunks_of, head_of, roll_id
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.client import EtcdClient
 

@@ -17,15 +17,7 @@ from ftcoord.coordination.connection import check_process, torchft_errors, unrea
 from ftcoord.coordination.native import NativeManager
 from ftcoord.coordination.port import WrongKey
 from ftcoord.coordination.rank_port import ManagerLines
-from ftcoord.coordination.ranks import (
-    KillOrder,
-    MetadataQuery,
-    NoSuchRank,
-    RankCall,
-    RankGroup,
-    RankRequest,
-    TimedVote,
-)
+from ftcoord.coordination.ranks import KillOrder, MetadataQuery, NoSuchRank, RankCall, RankGroup, RankRequest, TimedVote
 from ftcoord.coordination.types import QuorumResult, with_known_token, without_token
 from ftcoord.core.manager_address import key_of
 

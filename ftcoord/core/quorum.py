@@ -34,14 +34,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, NoReturn
 
-from ftcoord.core.quorum_records import (
-    IdleMember,
-    Profile,
-    QuorumRecord,
-    QuorumRequest,
-    QuorumSeat,
-    ReplicaRecord,
-)
+from ftcoord.core.quorum_records import IdleMember, Profile, QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
 from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict, Wait
 from ftcoord.escaping import counted, named
 

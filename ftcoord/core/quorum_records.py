@@ -17,17 +17,7 @@ from hashlib import blake2b
 from operator import attrgetter
 from typing import Any, Final
 
-from ftcoord.core.strict import (
-    V4,
-    Count,
-    Raw,
-    Size,
-    build,
-    dump,
-    json_problem,
-    load,
-    part,
-)
+from ftcoord.core.strict import V4, Count, Raw, Size, build, dump, json_problem, load, part
 from ftcoord.errors import StateError
 
 

@@ -349,9 +349,6 @@ class Etcd(abc.ABC):
         return self.txn((), (Delete(span),), timeout=timeout).deleted(0)
 
 
-EtcdCalls: TypeAlias = Etcd
-
-
 ATTEMPTS: Final = 3
 """How often a snapshot is read before giving up: etcd may compact its revision meanwhile."""
 PAGE: Final = 1000

@@ -20,7 +20,7 @@ from ftcoord.core.rendezvous import why_not_drained
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, parse_decided, parse_join_request
 from ftcoord.errors import ConfigError, EtcdError, FtcoordError, NotInQuorum, OutcomeUnknown, StateError
 from ftcoord.escaping import counted
-from ftcoord.etcd.api import Compare, Etcd, EtcdCalls, KeyValue, Put
+from ftcoord.etcd.api import Compare, Etcd, KeyValue, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.reading import read_job
@@ -104,7 +104,7 @@ def _ask_of(kv: KeyValue) -> JoinRequest | None:
     return None
 
 
-def _known_job(etcd: EtcdCalls, key_prefix: str, job: str) -> JobKeys:
+def _known_job(etcd: Etcd, key_prefix: str, job: str) -> JobKeys:
     keys = read_job(etcd, key_prefix, job)
     if not keys.exists:
         raise NothingThere(no_such_job(job))
@@ -124,13 +124,13 @@ def _find(keys: JobKeys, name: str) -> list[NamedMember]:
 # -- evict ----------------------------------------------------------------------------------------------------------
 
 
-def find_members(etcd: EtcdCalls, key_prefix: str, job: str, name: str) -> list[NamedMember]:
+def find_members(etcd: Etcd, key_prefix: str, job: str, name: str) -> list[NamedMember]:
     """The members that a name refers to, all of one owner. Raises NothingThere, ConfigError if the name matches several
     owners, and EtcdError."""
     return _find(_known_job(etcd, key_prefix, job), name)
 
 
-def evict_members(etcd: EtcdCalls, job: str, members: Sequence[NamedMember], cause: str, by: str) -> Done:
+def evict_members(etcd: Etcd, job: str, members: Sequence[NamedMember], cause: str, by: str) -> Done:
     """Revoke the leases of members of a job; `cause` is written about each, such as `evicted by ann@desk: too slow`.
 
     Raises EtcdError; OutcomeUnknown if a cause is written and the lease may live. It may be called again.
@@ -144,7 +144,7 @@ def evict_members(etcd: EtcdCalls, job: str, members: Sequence[NamedMember], cau
     return Done(FORMAT, job, tuple(did), tuple(left))
 
 
-def _evict(etcd: EtcdCalls, member: NamedMember, cause: str, by: str) -> bool:
+def _evict(etcd: Etcd, member: NamedMember, cause: str, by: str) -> bool:
     """Returns whether the member was still there.
 
     The cause is written first: without it, the others would give the member time to come back to its seat.
@@ -168,7 +168,7 @@ def _evict(etcd: EtcdCalls, member: NamedMember, cause: str, by: str) -> bool:
 # -- drain and close ------------------------------------------------------------------------------------------------
 
 
-def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force: bool) -> list[JoinRequest]:
+def find_leavers(etcd: Etcd, key_prefix: str, job: str, name: str, *, force: bool) -> list[JoinRequest]:
     """The requests of the members of a node that is to leave a run, oldest first.
 
     Args:
@@ -196,7 +196,7 @@ def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force
 
 
 def drain(
-    etcd: EtcdCalls, key_prefix: str, job: str, name: str, reason: str, by: str, timeout: float, *, force: bool
+    etcd: Etcd, key_prefix: str, job: str, name: str, reason: str, by: str, timeout: float, *, force: bool
 ) -> Done:
     """Have a node leave a run; `reason` is written about it, after the name of its host. It and the others learn of it
     at once, with the record.
@@ -220,7 +220,7 @@ def drain(
     return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
 
 
-def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:
+def nodes_of_run(etcd: Etcd, key_prefix: str, job: str) -> int:
     """How many nodes a run that may be closed has. Raises NothingThere and EtcdError."""
     keys = _known_job(etcd, key_prefix, job)
     if keys.rounds.is_empty:
@@ -228,7 +228,7 @@ def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:
     return len(keys.rounds.members())
 
 
-def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, by: str, timeout: float) -> Done:
+def close_job(etcd: Etcd, key_prefix: str, job: str, reason: str, by: str, timeout: float) -> Done:
     """End a run for all of its nodes. Raises StateError if the record is not ftcoord's, and EtcdError."""
     over, prefix = "", run_prefix(key_prefix, job)
 
@@ -246,7 +246,7 @@ def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, by: str, 
 # -- kill -----------------------------------------------------------------------------------------------------------
 
 
-def replica_called(etcd: EtcdCalls, key_prefix: str, job: str, name: str) -> str:
+def replica_called(etcd: Etcd, key_prefix: str, job: str, name: str) -> str:
     """The id of the replica that a name refers to; the name itself if there is none. Raises ConfigError if the name
     matches several replicas, and EtcdError."""
     found = {one.owner for one in members_called(read_job(etcd, key_prefix, job), name) if one.group == "quorums"}

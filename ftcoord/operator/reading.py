@@ -13,7 +13,7 @@ from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.core import layout
 from ftcoord.errors import EtcdError, EtcdUnavailable
-from ftcoord.etcd.api import Etcd, EtcdCalls, Get, KeyValue, SnapshotReader, read_snapshot
+from ftcoord.etcd.api import Etcd, Get, KeyValue, SnapshotReader, read_snapshot
 from ftcoord.operator.job_keys import JobKeys, LeaseTime, spans_of
 from ftcoord.operator.report import FORMAT, JobList, JobStatus, Watched
 from ftcoord.operator.status import Member, Rules, foremost, tell_job, tell_line
@@ -37,7 +37,7 @@ class ReadsLeases(Protocol):
 
 
 def read_job(
-    etcd: EtcdCalls, key_prefix: str, job: str, *, with_timers: bool = False, with_history: bool = False
+    etcd: Etcd, key_prefix: str, job: str, *, with_timers: bool = False, with_history: bool = False
 ) -> JobKeys:
     """A job's keys at one revision, in pages; those of its expiration timers and its history if asked for.
 
@@ -54,7 +54,7 @@ def read_job(
     return read_snapshot(etcd.range, look)
 
 
-def read_events(etcd: EtcdCalls, key_prefix: str, job: str) -> tuple[list[KeyValue], list[KeyValue]]:
+def read_events(etcd: Etcd, key_prefix: str, job: str) -> tuple[list[KeyValue], list[KeyValue]]:
     """The keys of the two histories of a job, of its rounds and of its quorums. Raises EtcdError."""
     groups = layout.run_prefix(key_prefix, job), layout.quorum_prefix(key_prefix, job)
     rounds, quorums = read_snapshot(etcd.range, lambda then: [then.pages(layout.events_span(one)) for one in groups])
@@ -91,7 +91,7 @@ def with_leases(etcd: ReadsLeases, status: JobStatus, most: int | None = None) -
 # -- all jobs -------------------------------------------------------------------------------------------------------
 
 
-def job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
+def job_ids(etcd: Etcd, key_prefix: str) -> Iterator[str]:
     """The ids of all jobs below a key prefix, as they are found. Raises EtcdError."""
     rest = everything = layout.runs_span(key_prefix)
     while (found := etcd.range(Get(rest, limit=1, keys_only=True)).one) is not None:
@@ -102,7 +102,7 @@ def job_ids(etcd: EtcdCalls, key_prefix: str) -> Iterator[str]:
         rest = layout.Span(behind, stop=layout.decode_key(everything.end))
 
 
-def read_jobs(etcd: EtcdCalls, key_prefix: str) -> JobList:
+def read_jobs(etcd: Etcd, key_prefix: str) -> JobList:
     """All jobs below a key prefix. Raises EtcdError.
 
     Costs a few requests for each, and its members; the contents of their stores are skipped.

@@ -7,10 +7,10 @@ from functools import partial
 
 from ftcoord.core.death_records import KnownCause, causes_in
 from ftcoord.core.layout import Span, death_key, member_id
-from ftcoord.etcd.api import EtcdCalls, read_snapshot
+from ftcoord.etcd.api import Etcd, read_snapshot
 
 
-def cause_of_death(etcd: EtcdCalls, deaths: str, lease_id: int) -> str:
+def cause_of_death(etcd: Etcd, deaths: str, lease_id: int) -> str:
     """Why the process that held a lease died, in one line; empty if no cause is known.
 
     A sentinel writes the cause before it revokes the lease, so anyone who has seen a key of the lease vanish can read
@@ -27,7 +27,7 @@ def cause_of_death(etcd: EtcdCalls, deaths: str, lease_id: int) -> str:
     return causes_of(etcd, deaths, [member]).get(member, "")
 
 
-def causes_of(etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: float | None = None) -> dict[str, str]:
+def causes_of(etcd: Etcd, prefix: str, members: Iterable[str], *, timeout: float | None = None) -> dict[str, str]:
     """The known causes of death, by member id; none of who left in order. Raises EtcdError.
 
     Costs one request, unless very many processes died within an hour. `timeout` is in seconds, for each request.
@@ -37,7 +37,7 @@ def causes_of(etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: 
 
 
 def causes_known(
-    etcd: EtcdCalls, prefix: str, members: Iterable[str], *, timeout: float | None = None
+    etcd: Etcd, prefix: str, members: Iterable[str], *, timeout: float | None = None
 ) -> dict[str, KnownCause]:
     """As `causes_of`, with who left in order, and why."""
     wanted = {*members}

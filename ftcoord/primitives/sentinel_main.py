@@ -40,7 +40,7 @@ from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
 from ftcoord.core.layout import death_key, member_id
 from ftcoord.core.lease import LeaseTimes
 from ftcoord.errors import ConfigError, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ThreadNotStarted
-from ftcoord.etcd.api import EtcdCalls, Put
+from ftcoord.etcd.api import Etcd, Put
 from ftcoord.log_once import LogOnce
 from ftcoord.primitives.orphans import Orphans
 from ftcoord.primitives.sentinel import Order, config_from
@@ -164,12 +164,12 @@ class EtcdOfProcess:
         client: the client, if there is one already.
     """
 
-    def __init__(self, config: EtcdConfig, client: EtcdCalls | None = None) -> None:
+    def __init__(self, config: EtcdConfig, client: Etcd | None = None) -> None:
         self._config, self._client = config, client
         self.timeout = max(CALL_TIMEOUT, CALL_TIMEOUT_PART * config.request_timeout)  # of a call; never changes
 
     @property
-    def client(self) -> EtcdCalls:
+    def client(self) -> Etcd:
         """Raises EtcdUnavailable while its TLS files cannot be read."""
         if self._client is None:
             try:
@@ -179,7 +179,7 @@ class EtcdOfProcess:
         return self._client
 
 
-def _client_of(config: EtcdConfig) -> EtcdCalls:
+def _client_of(config: EtcdConfig) -> Etcd:
     from ftcoord.etcd.client import EtcdClient  # loads gRPC, unless the thread of `main` has
 
     return EtcdClient(config)

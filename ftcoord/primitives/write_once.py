@@ -28,7 +28,6 @@ from ftcoord.errors import (
 from ftcoord.etcd.api import (
     Compare,
     Etcd,
-    EtcdCalls,
     Get,
     KeyValue,
     Op,
@@ -57,17 +56,17 @@ WRITE_TIMEOUT: Final = 5.0
 """Seconds that a write may take in all, unless the caller, or a longer `request_timeout`, says otherwise."""
 
 
-def write_attempt_timeout(etcd: EtcdCalls) -> float:
+def write_attempt_timeout(etcd: Etcd) -> float:
     """Seconds after which an answer of this etcd counts as lost."""
     return max(WRITE_ATTEMPT_TIMEOUT, _request_timeout(etcd) * WRITE_ATTEMPT_PART)
 
 
-def write_timeout(etcd: EtcdCalls) -> float:
+def write_timeout(etcd: Etcd) -> float:
     """Seconds that a write may take in all, by default."""
     return max(WRITE_TIMEOUT, _request_timeout(etcd))
 
 
-def _request_timeout(etcd: EtcdCalls) -> float:
+def _request_timeout(etcd: Etcd) -> float:
     return etcd.config.request_timeout if etcd.config else 0.0
 
 
@@ -89,7 +88,7 @@ class WriteOutcome:
 
 
 def write_once(
-    etcd: EtcdCalls,
+    etcd: Etcd,
     put: Put,
     expected: KeyValue | None,
     *,

@@ -13,7 +13,7 @@ from ftcoord.core.history import HistoryEvent, round_events, signed
 from ftcoord.core.layout import decided_key, round_key
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round, RoundHead, parse_decided
 from ftcoord.escaping import named
-from ftcoord.etcd.api import Delete, EtcdCalls, Get, KeyValue, Op, Put, Span
+from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Op, Put, Span
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.events import event_puts, written_with
 from ftcoord.primitives.write_once import WriteOutcome, write_once
@@ -65,7 +65,7 @@ def draining(now: AnyRound, leavers: Sequence[JoinRequest], reason: str) -> Reco
 
 
 def change_record(
-    etcd: EtcdCalls,
+    etcd: Etcd,
     prefix: str,
     run_ttl: int,
     change: Callable[[AnyRound], RecordChange | None],

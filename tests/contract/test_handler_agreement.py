@@ -16,11 +16,7 @@ from helpers import DEADLINE, eventually
 from late import Late
 from rdzv_nodes import MakeNodes, Node, all_signalled, is_waiting, join_all, seats_of, waits
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
 from ftcoord.core import rendezvous_records
 from ftcoord.core.rendezvous_records import Round

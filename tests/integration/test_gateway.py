@@ -22,11 +22,7 @@ from natives import Natives
 from benchmarks.metrics import Load
 from ftcoord import EtcdServer, cli
 from ftcoord.config import EtcdConfig
-from ftcoord.coordination import (
-    Gateway,
-    LighthouseClient,
-    gateway_sessions,
-)
+from ftcoord.coordination import Gateway, LighthouseClient, gateway_sessions
 from ftcoord.coordination.address import fresh_name, parse_address
 from ftcoord.coordination.gateway_sessions import CUT_OFF, QUIET_FOR
 from ftcoord.core.quorum_records import parse_replica

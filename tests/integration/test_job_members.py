@@ -17,15 +17,7 @@ import pytest
 from helpers import DEADLINE, eventually, in_fork
 from rdzv_nodes import keys_under, spawn
 
-from ftcoord.coordination import (
-    LighthouseClient,
-    ManagerClient,
-    ManagerServer,
-    Observer,
-    manager,
-    policy,
-    ranks,
-)
+from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer, Observer, manager, policy, ranks
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.gateway_sessions import GatewaySessions
 from ftcoord.coordination.ranks import RankBarrier, RankGroup

@@ -18,12 +18,7 @@ from natives import Natives
 from rdzv_nodes import spawn
 
 from ftcoord import concurrency, fork
-from ftcoord.coordination import (
-    Gateway,
-    LighthouseClient,
-    ManagerClient,
-    ManagerServer,
-)
+from ftcoord.coordination import Gateway, LighthouseClient, ManagerClient, ManagerServer
 from ftcoord.coordination.manager_client import place_of
 from ftcoord.coordination.port import LARGEST_FRAME, Frame, Line
 from ftcoord.coordination.rank_port import encode_call

@@ -22,14 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from virtual import MemoryEtcd, Scheduler
 
-from ftcoord.core.history import (
-    UNKNOWN_PEER,
-    HistoryEvent,
-    ends_in,
-    in_causal_order,
-    is_consequence,
-    read_history,
-)
+from ftcoord.core.history import UNKNOWN_PEER, HistoryEvent, ends_in, in_causal_order, is_consequence, read_history
 from ftcoord.core.layout import KEY_PREFIX, events_span
 from ftcoord.core.rendezvous_records import AnyRound
 from ftcoord.etcd.api import Get

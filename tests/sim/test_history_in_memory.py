@@ -22,23 +22,8 @@ from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.death_records import Death, encode
 from ftcoord.core.history import HistoryEvent, PastEvent, read_history
-from ftcoord.core.layout import (
-    KEY_PREFIX,
-    Span,
-    death_key,
-    decided_key,
-    events_span,
-    member_id,
-    members_span,
-)
-from ftcoord.core.rendezvous_records import (
-    FAILED,
-    ROLLS,
-    Round,
-    RoundHead,
-    WorkerFailure,
-    parse_decided,
-)
+from ftcoord.core.layout import KEY_PREFIX, Span, death_key, decided_key, events_span, member_id, members_span
+from ftcoord.core.rendezvous_records import FAILED, ROLLS, Round, RoundHead, WorkerFailure, parse_decided
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import EtcdAuthError, EtcdError, RequestRefused
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, TxnResult

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from doors import Door
 from held import TIMER, expired_kv, timers_kv
-from members import Door
 from virtual import MemoryEtcd
 from virtual.etcd import MemoryClient
 

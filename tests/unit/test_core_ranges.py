@@ -17,12 +17,7 @@ from ftcoord.coordination.ranks import RankRequest
 from ftcoord.core import quorum_records, rendezvous_records, strict
 from ftcoord.core.quorum_head import encode_quorum, parse_quorum
 from ftcoord.core.quorum_records import parse_replica
-from ftcoord.core.rendezvous_records import (
-    RoundHead,
-    WorkerFailure,
-    parse_decided,
-    parse_join_request,
-)
+from ftcoord.core.rendezvous_records import RoundHead, WorkerFailure, parse_decided, parse_join_request
 from ftcoord.core.timers import MOST_TIMERS, parse_timers
 from ftcoord.errors import StateError
 from ftcoord.heartbeat import Beat, parse_beat

@@ -19,15 +19,7 @@ from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord.core import history, rendezvous_records
 from ftcoord.core.history import HistoryEvent
-from ftcoord.core.layout import (
-    death_key,
-    decided_key,
-    event_key,
-    member_id,
-    member_key,
-    members_span,
-    run_prefix,
-)
+from ftcoord.core.layout import death_key, decided_key, event_key, member_id, member_key, members_span, run_prefix
 from ftcoord.core.rendezvous_records import AnyRound, Seat, parse_decided
 from ftcoord.dashboard import app as apps
 from ftcoord.dashboard.feeds import Board

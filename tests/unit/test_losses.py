@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from ftcoord.coordination.quorum_watch import Loss, Losses
+from ftcoord.coordination.observer import Loss, Losses
 
 TIMEOUT = 5.0
 

@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from virtual import (
-    LOST_ANSWER,
-    LOST_REQUEST,
-    REFUSED,
-    Call,
-    Fate,
-    MemoryEtcd,
-    Scheduler,
-    flaky,
-)
+from virtual import LOST_ANSWER, LOST_REQUEST, REFUSED, Call, Fate, MemoryEtcd, Scheduler, flaky
 
 from ftcoord import concurrency
-from ftcoord.errors import (
-    EtcdError,
-    EtcdNoSpace,
-    EtcdUnavailable,
-    LeaseLost,
-    OutcomeUnknown,
-    Rewound,
-)
+from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, OutcomeUnknown, Rewound
 from ftcoord.etcd.api import Batch, Began, Span, WatchItem
 
 SEEDS = range(20)

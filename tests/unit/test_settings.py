@@ -42,9 +42,7 @@ def test_defaults() -> None:
         max_nodes=2,
         local_addr=None,
         etcd=EtcdConfig((Endpoint("host", 1),)),
-        times=RunTimes(
-            join_timeout=600.0, close_timeout=30.0, request_timeout=5.0, lease_ttl=5, run_ttl=3600, history_ttl=604_800
-        ),
+        times=RunTimes(join_timeout=600.0, close_timeout=30.0, request_timeout=5.0, lease_ttl=5, run_ttl=3600),
         rounds=RoundOptions(last_call_timeout=30.0, settle_timeout=1.0, recall_on_loss=True, restart="failed"),
         orphans="end",
         on_spare_close="exit",

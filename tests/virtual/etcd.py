@@ -14,19 +14,7 @@ from typing import Final, TypeVar
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd.api import (
-    Compare,
-    Etcd,
-    Event,
-    Get,
-    Lease,
-    Op,
-    RangeResult,
-    Span,
-    TxnResult,
-    Watch,
-    WatchItem,
-)
+from ftcoord.etcd.api import Compare, Etcd, Event, Get, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from virtual.backend import Backend, NotServed, Snapshot
 from virtual.fate import DELIVERED, NEVER, Call, Fate, Method
 from virtual.keyspace import Transaction

@@ -15,7 +15,7 @@ from ftcoord import concurrency
 from ftcoord.core.history import HistoryEvent, encode
 from ftcoord.core.layout import Span, decided_key, event_key, events_span, is_event_key
 from ftcoord.errors import ClientClosed, EtcdError
-from ftcoord.etcd.api import Delete, EtcdCalls, Get, Op, Put
+from ftcoord.etcd.api import Delete, Etcd, Get, Op, Put
 from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.log_once import LogOnce
 from ftcoord.primitives.write_once import WriteOutcome
@@ -69,7 +69,7 @@ class EventLog:
         writer: a unique name, such as a member id.
     """
 
-    def __init__(self, etcd: EtcdCalls, prefix: str, writer: str) -> None:
+    def __init__(self, etcd: Etcd, prefix: str, writer: str) -> None:
         self._etcd, self._prefix, self._writer = etcd, prefix, writer  # never change
         self._calls = itertools.count()
         self._keys: list[str] | None = None
@@ -97,7 +97,7 @@ class EventLog:
         return sorted(kv.key for kv in found if is_event_key(kv.key))
 
 
-def ordered(etcd: EtcdCalls, prefix: str, what: str, *, target: str, by: str) -> list[Put]:
+def ordered(etcd: Etcd, prefix: str, what: str, *, target: str, by: str) -> list[Put]:
     """The operations that record, in a transaction, what somebody does by hand; none where nothing was decided yet.
 
     Args:
