@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,8 +56,12 @@ same time, they retry within a second, and each login costs etcd a bcrypt."""
 class Member:
     """One address of etcd: its channel, and when it last answered (monotonic seconds). Thread-safe."""
 
-    def __init__(self, address: Address, tls: Tls | None, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(
+        self, address: Address, tls: Tls | None, credentials: grpc.ChannelCredentials | None, threads: GrpcThreads
+    ) -> None:
         self.name = str(address)
+        self._threads = threads
+        self._cancels_renewals = False  # any thread; becomes True once
         self.has_answered = False  # on this channel; any thread, becomes True once
         self.alive_at = concurrency.now()  # any thread, as a whole: of two moments either one will do
         # Any thread, one step of a dict at a time; if two make the same callable, the last one stays.
@@ -72,13 +76,41 @@ class Member:
             options += (("grpc.ssl_target_name_override", tls.name_at(address.endpoint.host)),)
         self.channel = grpc.secure_channel(address.target, credentials, options)
 
-    def unary(self, method: messages.Method) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
+    def unary(self, method: messages.Method) -> Callable[..., Any]:
         """How to call `method` on this member. Kept, because making it takes as long as the rest of a call's
-        preparation.
+        preparation."""
+        return self._renew if method is messages.KEEP_ALIVE else self._kept(method)
 
-        To renew a lease is a stream for etcd. One request and one answer look the same on it as a unary call, which
-        costs a sixth.
-        """
+    def _renew(self, request: Any, timeout: float, metadata: Any) -> Any:
+        """Renew a lease, which is a stream for etcd. One request and one answer look the same on it as a unary call,
+        which costs a sixth. But that half-closes the stream at once, and etcd's grpc-proxy then cancels it."""
+        if not self._cancels_renewals:
+            try:
+                return self._kept(messages.KEEP_ALIVE)(request, timeout=timeout, metadata=metadata)
+            except grpc.RpcError as error:
+                if "context canceled" not in (error.details() or ""):
+                    raise
+                self._cancels_renewals = True
+        return self._renew_on_stream(request, timeout, metadata)
+
+    def _renew_on_stream(self, request: Any, timeout: float, metadata: Any) -> Any:
+        """On a stream of its own. One for all renewals would have the proxy renew by itself, each third of the TTL:
+        it would answer only then, and keep the lease when the client is gone."""
+        method, answered = messages.KEEP_ALIVE, concurrency.event()
+
+        def requests() -> Iterator[Any]:
+            yield request
+            answered.wait()
+
+        invoke = self.channel.stream_stream(method.path, method.serialize, method.parse)
+        try:
+            call = invoke(self._threads.noted(requests()), timeout=timeout, metadata=metadata)
+            self._threads.expect(call)
+            return next(call)
+        finally:
+            answered.set()
+
+    def _kept(self, method: messages.Method) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
         if (invoke := self._unary.get(method)) is None:
             invoke = self.channel.unary_unary(method.path, method.serialize, method.parse)
             self._unary[method] = invoke
@@ -133,7 +165,7 @@ class Transport:
                 address = found[self._index]
                 if address not in self._members:
                     credentials = grpc.ssl_channel_credentials(*self._pem) if self._pem else None
-                    self._members[address] = Member(address, self.config.tls, credentials)
+                    self._members[address] = Member(address, self.config.tls, credentials, self._threads)
                 self._current, self._has_others = self._members[address], len(found) > 1
             return self._current
 

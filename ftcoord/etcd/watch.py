@@ -341,6 +341,10 @@ class _Stream:
         self.token = transport.token()
         self._outbox: concurrency.Queue[Any] = concurrency.inbox()  # None ends it
         self._creating: deque[int] = deque()  # gRPC's thread appends, the hub's takes: the ids that etcd will confirm
+        # Our ids by etcd's and etcd's by ours; gRPC's thread adds, the hub's takes, one step of a dict at a time.
+        self._ours: dict[int, int] = {}
+        self._theirs: dict[int, int] = {}
+        self._created = 0  # only gRPC's thread: watches created so far
         self.ended = False  # any thread; becomes True once
         self._answered_at = concurrency.now()  # the hub's thread writes, gRPC's reads
         self._asked_at: float | None = None  # only gRPC's thread: when a probe was sent
@@ -374,10 +378,15 @@ class _Stream:
         self.member.seen()
         if response.watch_id < 0:
             return self._creating.popleft() if response.created and self._creating else UNKNOWN_ID
+        ours = self._ours.get(response.watch_id, UNKNOWN_ID)
         if response.created:
             with contextlib.suppress(ValueError):
-                self._creating.remove(response.watch_id)
-        return int(response.watch_id)
+                self._creating.remove(ours)
+        if response.canceled:
+            self._ours.pop(response.watch_id, None)
+            if self._theirs.get(ours) == response.watch_id:
+                del self._theirs[ours]
+        return ours
 
     def _requests(self) -> Iterator[Any]:
         """Runs on a gRPC thread: yields the requests, and checks the stream's health in between."""
@@ -386,13 +395,24 @@ class _Stream:
                 request = self._outbox.get(timeout=STREAM_CHECK_INTERVAL)
                 if request is None:
                     return
-                if request.HasField("create_request"):
-                    self._creating.append(request.create_request.watch_id)
-                yield request
+                yield self._with_etcds_id(request)
             except concurrency.Empty:
                 if self._idle():  # the hub's thread ends with it, though the process keeps its client
                     self.cancel()
             self._probe(concurrency.now())
+
+    def _with_etcds_id(self, request: Any) -> Any:
+        """The request with the id of its watch at etcd. The grpc-proxy counts the watches of a stream from 0, whatever
+        ids are asked for: so we ask for the same."""
+        if request.HasField("create_request"):
+            create = request.create_request
+            theirs, self._created = self._created, self._created + 1
+            self._creating.append(create.watch_id)
+            self._ours[theirs], self._theirs[create.watch_id] = create.watch_id, theirs
+            create.watch_id = theirs
+        else:
+            request.cancel_request.watch_id = self._theirs.get(request.cancel_request.watch_id, -1)
+        return request
 
     def _probe(self, now: float) -> None:
         """Ask for an answer after some silence; end the stream when there is none.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from etcd_cluster import EtcdCluster
-from helpers import DEADLINE, Seen, eventually
+from helpers import DEADLINE, Seen, eventually, own_port
 
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
+from ftcoord.embedded.server import EtcdServer, find_etcd
+from ftcoord.errors import EtcdUnavailable, LeaseLost, OutcomeUnknown
 from ftcoord.etcd import watch as watch_module
 from ftcoord.etcd.api import Began, KeyValue, Put, Span
 from ftcoord.etcd.client import EtcdClient
@@ -249,3 +251,42 @@ def test_watches_outlive_an_etcd_that_is_not_there_at_first(fragile: EtcdServer)
         fragile.restart()
         client.put("/key", b"1", timeout=DEADLINE)
         assert values(seen, 1) == [b"1"]
+
+
+# -- etcd's grpc-proxy -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def behind_proxy(etcd: EtcdServer, tmp_path: Path) -> Iterator[EtcdClient]:
+    """A client behind etcd's own grpc-proxy."""
+    endpoint = f"127.0.0.1:{own_port()}"
+    command = [find_etcd(), "grpc-proxy", "start", f"--endpoints={etcd.get_endpoint()}", f"--listen-addr={endpoint}"]
+    with (tmp_path / "proxy.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as proxy:
+        try:
+            with EtcdClient(EtcdConfig.load(endpoint, request_timeout=DEADLINE, env={})) as client:
+                client.status()
+                yield client
+        finally:
+            proxy.kill()
+
+
+def test_watches_behind_etcds_proxy(behind_proxy: EtcdClient, prefix: str) -> None:
+    """It gives the watches of a stream numbers of its own."""
+    watched = [(f"{prefix}/{name}", Seen()) for name in "abc"]
+    for key, seen in watched:
+        behind_proxy.watch(Span(key), 0, seen)
+        assert isinstance(seen.next(), Began)
+    for key, _ in reversed(watched):
+        behind_proxy.put(key, b"")
+    for key, seen in watched:
+        assert [event.kv.key for event in seen.events(1)] == [key]
+
+
+def test_leases_are_renewed_behind_etcds_proxy(behind_proxy: EtcdClient) -> None:
+    """It cancels a stream that is half-closed before the answer."""
+    lease = behind_proxy.grant(60)
+    for _ in range(3):
+        assert behind_proxy.renew(lease.id, timeout=10) == 60  # sooner than the proxy would by itself
+    behind_proxy.revoke(lease.id)
+    with pytest.raises(LeaseLost):
+        behind_proxy.renew(lease.id)
