@@ -258,15 +258,18 @@ class SharedClient(EtcdClient):
         What waiting cannot mend (a refused login, a certificate that is not trusted) is raised after the first attempt.
         `limit` is the name of the setting that the timeout comes from. Raises EtcdError.
         """
-        deadline = concurrency.now() + timeout
+        deadline, line_at = concurrency.now() + timeout, 0.0
 
         def attempt() -> WrongEndpoint | None:
+            nonlocal line_at
             try:
                 self.status(timeout=min(FIRST_ATTEMPT, self.config.request_timeout, deadline - concurrency.now()))
             except WrongEndpoint as error:
                 return error
             except EtcdUnavailable as error:
-                if (left := deadline - concurrency.now()) > 0:
+                now = concurrency.now()
+                if (left := deadline - now) > 0 and now >= line_at:
+                    line_at = now + FIRST_ATTEMPT
                     log.warning("%s; trying again for %.0f s (%s)", unusable(self.config, error), left, limit)
                 raise
             return None

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import pytest
 from doors import Door
-from ftcoord.operator.told import Explanation
 from test_asks_in_memory import PAIR, ask, in_background, replica_of
 from test_participants_in_memory import LEASE_TTL, end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
@@ -30,6 +29,7 @@ from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, TxnResult
 from ftcoord.operator.history import explain
 from ftcoord.operator.orders import evict_members, find_members
 from ftcoord.operator.reading import read_events, read_job
+from ftcoord.operator.report import Explanation
 from ftcoord.operator.status import Rules, tell_job
 from ftcoord.primitives.group.decided_record import MOST_OPERATIONS, DecidedRecord
 from ftcoord.primitives.group.events import KEPT_EVENTS, EventLog

@@ -10,6 +10,7 @@ from typing import TypeVar
 from virtual import MemoryEtcd, Scheduler
 
 from ftcoord import concurrency
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Batch, Event, Get, Span, WatchItem
 
 T = TypeVar("T")
@@ -79,3 +80,12 @@ class World:
         self.sleep(1)
         watch.cancel()
         return [event for item in items if isinstance(item, Batch) for event in item.events]
+
+
+def insist(call: Callable[[], T]) -> T:
+    """Make a call until etcd answers."""
+    while True:
+        try:
+            return call()
+        except (EtcdUnavailable, OutcomeUnknown):
+            continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-import secrets
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 GIVE_UP_TIMEOUT: Final = 0.5
 """Seconds that giving the office up may take; after that its lease expires."""
-_TERM_BYTES: Final = 16
 
 
 class Office:
@@ -120,7 +119,7 @@ class Office:
             sent_at = concurrency.now()
             self._lease = self._etcd.grant(self._ttl)
             self._times = LeaseTimes(sent_at, self._lease.ttl)
-        value = encode_office(OfficeRecord(self._member, secrets.token_hex(_TERM_BYTES)))
+        value = encode_office(OfficeRecord(self._member, uuid.uuid4().hex))
         try:
             outcome = write_once(
                 self._etcd, Put(self._key, value, self._lease.id), found, reads=(Get(self._record.span),)

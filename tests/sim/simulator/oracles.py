@@ -294,17 +294,10 @@ class QuorumOracle:
         self._profiles.update(new.profiles)
 
         under = self._views_under[_which(old)] if old is not None and self._was_restored else []
-        mine = views[-1 - len(with_)].get(new.by)  # before this transaction
-
-        def may_be_known(view: Mapping[str, Member]) -> bool:
-            """Whether its decider may know no more than that: a decision needs its decider's key as it knows it. One
-            that also writes that key needs it as it was written last, which its view need not show yet."""
-            seen = view.get(new.by)
-            return new.by in with_ or (seen is not None and mine is not None and seen.wrote == mine.wrote)
 
         def allowed() -> Iterator[frozenset[str] | None]:
             """Of the newest view first, for mostly it is the one."""
-            for view in reversed((*views, *filter(may_be_known, (*lost_views, *under)))):
+            for view in reversed((*views, *lost_views, *under)):
                 for seen in (view | own, view) if own else (view,):
                     if (decider := seen.get(new.by)) is not None:  # it counts from when it asked itself
                         seen = {**seen, new.by: replace(decider, since=min(decider.since, its_ask))}

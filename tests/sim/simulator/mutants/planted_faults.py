@@ -69,12 +69,12 @@ MUTANTS: Final = (
     ),
     Mutant(
         "nodes with other limits count", "ftcoord.core.round_situation",
-        "elif newest[ask.node] is member and ask.limits == limits:", "elif newest[ask.node] is member:", ("rounds",),
+        "if newest[ask.node] is member and ask.limits == limits:", "if newest[ask.node] is member:", ("rounds",),
     ),
     Mutant(
-        "a run is started again while its nodes still leave it", "ftcoord.core.rendezvous",
-        "    if left:\n        return Wait(\n            f\"the run is closed, and",
-        "    if False:\n        return Wait(\n            f\"the run is closed, and", ENDS,
+        "a run that finished is started again", "ftcoord.core.rendezvous",
+        'return restart == "always" or (restart == "failed" and closed.outcome == records.FAILED)',
+        'return restart != "never"', ENDS,
     ),
     # -- quorums ------------------------------------------------------------------------------------------------------
     Mutant(
