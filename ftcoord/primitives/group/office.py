@@ -55,6 +55,7 @@ class Office:
         self._times = LeaseTimes(0.0, 0.0)
         self._held: KeyValue | None = None
         """The key, while this member holds the office as far as it knows."""
+        self._began = concurrency.now()
         self._introduce_at = math.inf
         self._renew_at = math.inf
         self._was_filled = False
@@ -101,7 +102,7 @@ class Office:
         return now  # and decide, or look who does
 
     def introduce(self) -> None:
-        """Have the sentinel know of the office now, instead of half a second after it was taken."""
+        """Have the sentinel know of the office now, instead of half a second after this member's lease was granted."""
         self._introduce_at = -math.inf
 
     def give_up(self) -> None:
@@ -135,7 +136,7 @@ class Office:
 
     def _hold(self, kv: KeyValue) -> None:
         self._held, self._renew_at, self._was_filled = kv, self._times.renew_at(), True
-        self._introduce_at = concurrency.now() + INTRODUCED_AFTER
+        self._introduce_at = self._began + INTRODUCED_AFTER  # with the member's lease, or now
 
     def _keep(self, now: float) -> float:
         assert self._lease is not None
