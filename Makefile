@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Else hundreds of processes would each compile all of ftcoord, and each of pytest's workers all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The files with tests of a mark, but for tests/cluster, which has a run of its own: to collect all 5,900 tests for a dozen
+# The files with tests of a mark, but for tests/cluster, which has a run of its own: to collect all 4,300 tests for a dozen
 # takes each process ten seconds.
 marked = $$(grep -rlw --include='test_*.py' --exclude-dir=cluster 'mark.$(1)' tests)
 

@@ -39,7 +39,7 @@ what, endpoint, name, number, size = *sys.argv[1:4], int(sys.argv[4]), int(sys.a
 long = timedelta(seconds=120)
 
 if what == "round":
-    from ftcoord.rendezvous.create import create_handler
+    from ftcoord.rendezvous.handler import create_handler
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     conf = {"join_timeout": 120}

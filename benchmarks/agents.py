@@ -18,7 +18,7 @@ from benchmarks.nodes import MONITOR_INTERVAL
 from benchmarks.processes import PROCESSES, BenchmarkError, Made, Processes, making
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd.api import Compare, Get, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import SharedClient
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler
 from ftcoord.rendezvous.settings import RendezvousSettings
 

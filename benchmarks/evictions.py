@@ -35,8 +35,8 @@ from benchmarks.processes import BenchmarkError, Processes
 from benchmarks.report import publish, table
 from ftcoord.errors import ServerError
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.renewal import Renewer
 from ftcoord.primitives.sentinel import SWITCH
+from ftcoord.primitives.session import Renewer
 from ftcoord.rendezvous.settings import RendezvousSettings
 from tests.etcd_cluster import EtcdCluster
 

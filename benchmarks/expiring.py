@@ -20,8 +20,7 @@ from torch.distributed.elastic.timer import FileTimerClient, FileTimerServer, Lo
 from benchmarks.metrics import AS_ETCD_DOES
 from benchmarks.processes import PATIENCE, BenchmarkError
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.server import EtcdTimerServer
+from ftcoord.timer.etcd_timer import EtcdTimerClient, EtcdTimerServer
 
 OURS, LOCAL, FILE = KINDS = ("EtcdTimerClient", "LocalTimerClient", "FileTimerClient")
 INTERVAL: Final = 0.1

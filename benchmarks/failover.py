@@ -22,7 +22,7 @@ from benchmarks.nodes import BACKENDS, OURS, endpoint_for
 from benchmarks.processes import BenchmarkError
 from ftcoord.core.layout import decided_key
 from ftcoord.core.rendezvous_records import parse_decided
-from ftcoord.demo.agents import Agent, descendants, no_orphans
+from ftcoord.demo.run import Agent, descendants, no_orphans
 from ftcoord.etcd.api import Batch, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.rendezvous.settings import RendezvousSettings
@@ -33,7 +33,7 @@ PATIENCE: Final = 180.0
 SETTINGS: Final = RendezvousSettings.parse(
     backend=OURS, endpoint="", run_id="benchmark", min_nodes=2, max_nodes=3, local_addr=None, conf={}, env={}
 )
-TTL: Final = SETTINGS.lease_ttl
+TTL: Final = SETTINGS.times.lease_ttl
 RENEWAL: Final = TTL / 3
 """Seconds between two renewals of a lease: what happens is spread over this."""
 BEFORE: Final = 3.0

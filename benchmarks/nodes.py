@@ -16,7 +16,7 @@ from typing import Final
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-import ftcoord.rendezvous.create  # noqa: F401  # warm, as torch's own backends are: the registry imported those
+import ftcoord.rendezvous.handler  # noqa: F401  # warm, as torch's own backends are: the registry imported those
 from benchmarks.metrics import AS_ETCD_DOES
 from benchmarks.processes import BenchmarkError, Made, Processes, making
 from ftcoord.embedded.server import EtcdServer

@@ -33,8 +33,7 @@ from benchmarks.report import measured_with, publish, table, verdict
 from benchmarks.runs import WrittenRun, write_run
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
-from ftcoord.embedded.binary import find_etcd
-from ftcoord.embedded.server import EtcdServer
+from ftcoord.embedded.server import EtcdServer, find_etcd
 from ftcoord.etcd.client import EtcdClient
 
 JOB: Final = "job"
@@ -54,7 +53,7 @@ _READ: Final = f"""
 import sys
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import run_prefix, run_span
-from ftcoord.etcd.reading import read_snapshot
+from ftcoord.etcd.api import read_snapshot
 from ftcoord.etcd.client import EtcdClient
 
 etcd = EtcdClient(EtcdConfig.load(sys.argv[1], env={{}}))
@@ -201,12 +200,12 @@ def _page(endpoint: str, client: EtcdClient, written: WrittenRun, repeat: int) -
     with _dashboard(endpoint) as (address, pid):
         began = time.perf_counter()
         stream = _Stream(address)
-        first = stream.next(lambda page: page["rounds"] is not None)
+        first = stream.next(lambda report: report["rounds"] is not None)
         first_ms = 1000 * (time.perf_counter() - began)
         for at in range(repeat):
             began, text = time.perf_counter(), f"change {at}"
             written.told_again(client, 0, text)
-            sizes.append(stream.next(lambda page, text=text: text in json.dumps(page)))  # type: ignore[misc]
+            sizes.append(stream.next(lambda report, text=text: text in json.dumps(report)))  # type: ignore[misc]
             updates.append(1000 * (time.perf_counter() - began))
         for at in range(5 * repeat):
             written.told_again(client, at % len(written.asks), f"churn {at}")
@@ -266,9 +265,9 @@ class _Stream:
         event = b""
         for line in self._lines:
             event = line if line.startswith(b"event:") else event
-            if event == b"event: page\n" and line.startswith(b"data: "):
-                page = json.loads(line.removeprefix(b"data: "))["page"]
-                if page is not None and is_wanted(page):
+            if event == b"event: report\n" and line.startswith(b"data: "):
+                report = json.loads(line.removeprefix(b"data: "))["report"]
+                if report is not None and is_wanted(report):
                     return len(line)
         raise BenchmarkError("the page's stream has ended")
 

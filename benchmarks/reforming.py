@@ -24,7 +24,7 @@ from typing import Final, TypeAlias
 from benchmarks.lighthouses import KINDS, OURS, TIMEOUT, TORCHFT, classes, job_at, lighthouse, serving
 from benchmarks.processes import BenchmarkError, Processes, free_port
 from benchmarks.report import measured_with, publish, table
-from ftcoord.demo.agents import descendants
+from ftcoord.demo.run import descendants
 from ftcoord.embedded.server import EtcdServer
 from tests.etcd_cluster import EtcdCluster
 

@@ -21,7 +21,7 @@ from benchmarks.imports import Import
 from benchmarks.metrics import Load
 from benchmarks.nodes import BACKENDS, Joined
 from benchmarks.processes import PROCESSES
-from ftcoord.embedded.binary import find_etcd
+from ftcoord.embedded.server import find_etcd
 
 OURS, *RIVALS = BACKENDS
 TARGET_RATIO: Final = 10

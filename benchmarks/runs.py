@@ -9,29 +9,21 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from ftcoord.core import event_records, rendezvous_records
-from ftcoord.core.event_records import HistoryEvent, WorkerFailure
+from ftcoord.core import history, rendezvous_records
+from ftcoord.core.history import HistoryEvent, failure_event, round_events, signed
 from ftcoord.core.layout import (
     KEY_PREFIX,
     decided_key,
+    decider_key,
     event_key,
     member_id,
     member_key,
     roll_key,
     round_key,
     run_prefix,
-    tail_key,
 )
-from ftcoord.core.rendezvous_records import (
-    ROLLS,
-    JoinRequest,
-    Round,
-    Seat,
-    chunks_of,
-    head_of,
-    roll_id,
-)
-from ftcoord.core.round_history import failure_event, round_events
+from ftcoord.core.office import OfficeRecord, encode_office
+from ftcoord.core.rendezvous_records import ROLLS, JoinRequest, Round, Seat, WorkerFailure, chunks_of, head_of, roll_id
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.client import EtcdClient
 
@@ -59,7 +51,7 @@ class WrittenRun:
     def told_again(self, client: EtcdClient, at: int, text: str) -> None:
         """Have one member say something else."""
         key, lease, ask = self.asks[at]
-        client.put(key, rendezvous_records.encode(replace(ask, leaving=text)), lease)
+        client.put(key, rendezvous_records.encode(replace(ask, nonce=text)), lease)
 
 
 def write_run(client: EtcdClient, job: str, nodes: int, rounds: int) -> WrittenRun:
@@ -72,7 +64,8 @@ def write_run(client: EtcdClient, job: str, nodes: int, rounds: int) -> WrittenR
     record = Round(rounds, seats, "10.0.0.1", 29500, (), 1, nodes, ready=True, by=seats[0].member)
     asks = [(member_key(prefix, member_id(lease)), lease, _ask(at, record)) for at, lease in enumerate(leases)]
     puts = [Put(key, rendezvous_records.encode(ask), lease) for key, lease, ask in asks]
-    puts.append(Put(tail_key(prefix), seats[-1].member.encode(), leases[-1]))
+    office = OfficeRecord(seats[0].member, "0" * 32)
+    puts.append(Put(decider_key(prefix), encode_office(office), leases[0]))
     puts += _record_puts(prefix, record, leases[0])
     puts += _history_puts(prefix, record, leases[0])
     for at in range(0, len(puts), _PUT_TOGETHER):
@@ -104,21 +97,18 @@ def _record_puts(prefix: str, record: Round, lease: int) -> Iterator[Put]:
 def _history_puts(prefix: str, last: Round, lease: int) -> Iterator[Put]:
     """Each under a revision of its own, as if so many decisions had been made."""
     for written, event in zip(count(), _history(last), strict=False):
-        yield Put(event_key(prefix, written + 1, last.by, written), event_records.encode(event), lease)
+        yield Put(event_key(prefix, written + 1, last.by, written), history.encode(event), lease)
 
 
 def _history(last: Round) -> Iterator[HistoryEvent]:
-    before, by = None, last.by
+    before: Round | None = None
     for number in range(1, last.number + 1):
-        wall_ms = int(1000 * time.time())
         deciding = replace(last, number=number, ready=False)
-        yield from round_events(before, deciding, "all are there", (), by, wall_ms)
         started = replace(deciding, ready=True)
-        yield from round_events(deciding, started, f"round {number} is ready on {last.size} nodes", (), by, wall_ms)
-        if number == last.number:
-            return
-        seat = last.seats[number % last.size]
-        failure = WorkerFailure(4711, 1, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", _TRACEBACK)
-        end = failure_event(number, seat.host, seat.node, failure)
-        before = replace(started, recalled=f"{seat.host}: {failure.line}")
-        yield from round_events(started, before, "a worker failed", (end,), by, wall_ms)
+        events = [*round_events(before, deciding, ()), *round_events(deciding, started, ())]
+        if number < last.number:
+            seat = last.seats[number % last.size]
+            failure = WorkerFailure(4711, 1, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", _TRACEBACK)
+            before = replace(started, recalled=f"{seat.host}: {failure.line}")
+            events += round_events(started, before, [failure_event(number, seat.host, seat.node, failure)])
+        yield from signed(events, last.by, int(1000 * time.time()))

@@ -90,7 +90,7 @@ def run(trials: int, idle: float) -> str:
                         if trial == trials - 1:
                             threading.Event().wait(idle)
                             wakes = Taken.of(one.sentinel).wakes - taken[-1].wakes
-                            ttl = settings.lease_ttl
+                            ttl = settings.times.lease_ttl
                 print(f"{'with' if guarded else 'without'}: {one.round:.1f} ms", file=sys.stderr, flush=True)
     return _section(begun, taken, f"{wakes} times in {idle:g} s", f"{idle * 3 / ttl:.0f}")
 

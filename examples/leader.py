@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ftcoord import Compare, EtcdClient, Put
 from ftcoord.core.layout import decided_key, member_of
-from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.core.verdict import Publish, Wait
+from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.membership import ParticipantOptions

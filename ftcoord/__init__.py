@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ftcoord.rendezvous.backend import EtcdRendezvousBackend
     from ftcoord.rendezvous.handler import EtcdRendezvousHandler
     from ftcoord.rendezvous.init_method import register_init_methods
-    from ftcoord.rendezvous.legacy import install_legacy_names
+    from ftcoord.rendezvous.torchelastic import install_legacy_names
     from ftcoord.store import EtcdStore
 
 _HOMES = {
@@ -74,7 +74,7 @@ _HOMES = {
     "SessionState": "ftcoord.core.lease",
     "Span": "ftcoord.core.layout",
     "cause_of_death": "ftcoord.primitives.deaths",
-    "install_legacy_names": "ftcoord.rendezvous.legacy",
+    "install_legacy_names": "ftcoord.rendezvous.torchelastic",
     "register_init_methods": "ftcoord.rendezvous.init_method",
     "watch_heartbeats": "ftcoord.heartbeat",
 }

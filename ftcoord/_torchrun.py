@@ -16,7 +16,7 @@ def get_handler() -> Any:
     With FTCOORD_REPLACE_LEGACY=1 in the environment, `etcd` and `etcd-v2` become names of it too.
     """
     if os.environ.get("FTCOORD_REPLACE_LEGACY", "").strip().lower() in ("1", "true", "yes", "on"):
-        from ftcoord.rendezvous.legacy import install_legacy_names
+        from ftcoord.rendezvous.torchelastic import install_legacy_names
 
         install_legacy_names()
     return _create
@@ -28,7 +28,7 @@ def get_dynamic_handler() -> Any:
 
 
 def _create(params: Any) -> Any:
-    from ftcoord.rendezvous.create import check_for_torch, create_handler
+    from ftcoord.rendezvous.handler import check_for_torch, create_handler
 
     check_for_torch(params)
     return create_handler(params)
@@ -36,7 +36,7 @@ def _create(params: Any) -> Any:
 
 def _create_dynamic(params: Any) -> Any:
     from ftcoord.rendezvous.backend import create_dynamic_handler
-    from ftcoord.rendezvous.create import check_for_torch
+    from ftcoord.rendezvous.handler import check_for_torch
 
     check_for_torch(params)
     return create_dynamic_handler(params)

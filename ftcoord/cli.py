@@ -13,23 +13,20 @@ from importlib import import_module
 from typing import Final, TextIO
 
 from ftcoord import __version__
-from ftcoord.commands import completion
-from ftcoord.commands.codes import HEALTHY, INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE
-from ftcoord.commands.flags import resolve
+from ftcoord.commands.flags import Flag, add_command, resolve
+from ftcoord.commands.output import HEALTHY, INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE
 from ftcoord.errors import NO_ETCD, ConfigError, EtcdUnavailable, FtcoordError, OutcomeUnknown
 
-FAMILIES: Final = {
-    "listing": ("ls",),
-    "looking": ("status",),
-    "watching": ("watch",),
-    "explaining": ("history", "why"),
-    "doctor": ("doctor",),
-    "acting": ("evict", "drain", "close", "kill"),
-    "paging": ("dashboard",),
-    "serving": ("demo", "server", "gateway", "metrics"),
-}
-"""The modules of `ftcoord.commands`, and the commands of each. Only the given command's module is loaded: loading all
-would take longer than most commands do."""
+FILES: Final = (
+    "ls_doctor",
+    "status_watch_history_why",
+    "evict_drain_close_kill",
+    "dashboard_gateway_metrics",
+    "demo_server",
+)
+"""The modules of `ftcoord.commands`, each named after its commands. Only the given command's module is loaded: loading
+all would take longer than most commands do."""
+SHELLS: Final = ("bash", "zsh", "tcsh")
 
 EXIT_CODES: Final = (
     f"Exit codes: {HEALTHY} done or healthy; {NOT_DONE} failed, not done or not healthy; {WRONG_USE} wrong usage;"
@@ -39,7 +36,7 @@ EXIT_CODES: Final = (
 
 
 _NO_MORE: Final = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
-"""The errors of an output that takes nothing more: who read it has ended, as `head` does, or a disk is full."""
+"""The errors of an output that takes nothing more: its reader has ended, as `head` does, or a disk is full."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +71,7 @@ def _run(given: Sequence[str]) -> int:
     except (EtcdUnavailable, OutcomeUnknown) as error:
         _complain(error)
         if not str(error).startswith(NO_ETCD):
-            _complain("is etcd there? --endpoints or FTCOORD_ENDPOINTS says where it is")
+            _complain("check that etcd runs there: --endpoints or FTCOORD_ENDPOINTS gives its address")
         return UNREACHABLE
     except FtcoordError as error:
         _complain(error)
@@ -100,7 +97,7 @@ def _replace_what_lacks(*streams: TextIO) -> None:
 
 
 def _complain(problem: object) -> None:
-    with suppress(OSError):  # the exit code tells of it, too
+    with suppress(OSError):  # the exit code shows it, too
         print(f"ftcoord: {problem}", file=sys.stderr)
 
 
@@ -111,10 +108,21 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ftcoord {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for family in [name for name, has in FAMILIES.items() if command in has] or FAMILIES:
-        import_module(f"ftcoord.commands.{family}").add_commands(commands)
-    completion.add_commands(commands, _parser)
+    for name in [name for name in FILES if command in name.split("_")] or FILES:
+        import_module(f"ftcoord.commands.{name}").add_commands(commands)
+    add_command(commands, completion, Flag("SHELL", "", "the shell", choices=SHELLS))
     return parser
+
+
+def completion(options: argparse.Namespace) -> int:
+    """Print a shell completion script.
+
+    It makes a shell complete commands and flags. In bash: eval "$(ftcoord completion bash)".
+    """
+    import shtab
+
+    sys.stdout.write(shtab.complete(_parser(), options.shell))
+    return HEALTHY
 
 
 if __name__ == "__main__":

@@ -9,23 +9,32 @@ An object keeps the runtime that it was made with: install another one before.
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
+import queue
+import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from ftcoord.errors import ThreadNotStarted
-from ftcoord.python_queue import LONGEST_WAIT as LONGEST_WAIT
-from ftcoord.python_queue import Empty as Empty
-from ftcoord.python_queue import PythonQueue
+from ftcoord.closing import Closing
+from ftcoord.errors import ClientClosed, EtcdError, StateError, ThreadNotStarted
+from ftcoord.log_once import LogOnce
 
 T = TypeVar("T")
+
+LONGEST_WAIT: Final = threading.TIMEOUT_MAX
+"""Seconds: a lock refuses longer waits."""
+
+Empty = queue.Empty
+"""The error of `Queue.get` after its timeout, in every runtime."""
 
 
 class Lock(Protocol):
@@ -80,7 +89,7 @@ class Thread(Protocol):
 
 
 class Runtime(Protocol):
-    """Makes all of the above. Locks get a name, `Class.attribute`, by which docs/architecture.md lists them."""
+    """Makes all of the above. Locks get a name, `Class.attribute`, by which a deadlock in virtual time is reported."""
 
     def now(self) -> float: ...
     def wall(self) -> float: ...
@@ -103,6 +112,51 @@ class _PythonThread(threading.Thread):
             if self.ident is not None:  # it was started before
                 raise
             raise ThreadNotStarted(self.name, error) from None
+
+
+class PythonQueue(Generic[T]):
+    """As `queue.SimpleQueue`, except that `get` ends when its timeout does.
+
+    Python 3.11's may wait for the next `put` instead: if the timeout runs out while the thread is not scheduled, or
+    runs a signal handler, the time that is left is negative, and that stands for "no limit".
+
+    A finalizer or a signal handler may call `put` in the middle of any call here: each step that changes something is
+    one call into C. If a signal handler raises in the middle of a `put`, those who wait may sleep until the next one.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._nothing_new = threading.Lock()  # nearly always held; released to have one of those who wait look again
+        self._nothing_new.acquire()
+
+    def put(self, item: T) -> None:
+        try:
+            self._items.append(item)
+        finally:  # also where a signal handler raises in between: nobody else would wake who waits for it
+            self._wake_one()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> T:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            with suppress(IndexError):
+                item = self._items.popleft()
+                if self._items:  # several were put, and the lock may have been released only once: others may wait
+                    self._wake_one()
+                return item
+            if not block or not self._nothing_new.acquire(timeout=_lock_timeout(deadline - time.monotonic())):
+                raise Empty
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def _wake_one(self) -> None:
+        if self._nothing_new.locked():
+            with suppress(RuntimeError):  # another thread has just released it
+                self._nothing_new.release()
+
+
+def _lock_timeout(left: float) -> float:
+    return -1 if left > LONGEST_WAIT else max(left, 0)
 
 
 class Python:
@@ -332,3 +386,81 @@ def _close_all() -> None:
         for end in sorted(_ends.copy(), key=lambda one: not one.last):
             if end.pid == os.getpid():
                 stack.callback(end.close)
+
+
+# -- a thread that takes one step after another -----------------------------------------------------------------------
+
+log = logging.getLogger(__name__)
+
+STEP_RETRY_PAUSE: Final = 0.5
+"""Seconds until a failed step is repeated."""
+
+
+class StepThread(Closing):
+    """Takes steps from `start()` to `close()`.
+
+    Args:
+        step: called on the thread again and again; it waits for events itself. After an EtcdError or a StateError,
+            which is logged once, it is called again half a second later.
+        name: the thread's name.
+        wake: makes a waiting step, or else the next one, return. Called by `close()`, from any thread.
+        end: called on the thread when it ends, for whatever reason.
+        failed: called on the thread with the error that ended it: ClientClosed, or an unexpected error, which is
+            logged. Not called after a `close()` that came first.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], None],
+        name: str,
+        wake: Callable[[], None],
+        end: Callable[[], None],
+        failed: Callable[[BaseException], object],
+    ) -> None:
+        self._step, self._wake, self._end, self._failed = step, wake, end, failed  # never change
+        self._closed = event()
+        self._problem = LogOnce(log)  # only the thread
+        self._thread = thread(self._run, name)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called: a step in progress must not report anything any more."""
+        return self._closed.is_set()
+
+    def start(self) -> None:
+        """Start the thread; call it once. Raises ThreadNotStarted."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no further step. Waits for one in progress, unless that calls this. Idempotent."""
+        self._closed.set()
+        self._wake()
+        if self._thread.ident is not None and self._thread is not current_thread():
+            join(self._thread)
+
+    def _run(self) -> None:
+        try:
+            while not self.closed:
+                self._try_step()
+        except ClientClosed as error:
+            log.debug("%s ends: %s", self._thread.name, error)
+            if not self.closed:
+                self._failed(error)
+        finally:
+            self._end()
+            failure = sys.exc_info()[1]
+            if failure is not None:
+                if not self.closed:  # before the line: whoever has read that asks the owner
+                    self._failed(failure)
+                log.exception("%s failed, and does nothing more", self._thread.name)
+
+    def _try_step(self) -> None:
+        try:
+            self._step()
+        except ClientClosed:
+            raise
+        except (EtcdError, StateError) as error:
+            self._problem.say(f"{self._thread.name} cannot go on for now: {error}")
+            self._closed.wait(STEP_RETRY_PAUSE)
+        else:
+            self._problem.forget()

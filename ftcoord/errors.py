@@ -6,8 +6,6 @@ rendezvous layer translates these errors into torch's own types where torch's AP
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ftcoord.escaping import neutral
@@ -47,17 +45,8 @@ def _again(kind: type[_E], args: tuple[object, ...]) -> _E:
     return error
 
 
-_PLAIN: Final = (type(None), bool, int, float, str, bytes, timedelta, type(Path()))
-
-
-def _is_plain(value: object) -> bool:
-    """Whether every process can read a copy of it. A process may lack a user's class, even one that derives from
-    these."""
-    if type(value) is dict:
-        return all(_is_plain(inner) for item in value.items() for inner in item)
-    if type(value) in (list, tuple, set, frozenset):
-        return all(_is_plain(inner) for inner in value)  # type: ignore[attr-defined]
-    return type(value) in _PLAIN
+_PLAIN: Final = (type(None), bool, int, float, str, bytes)
+"""What every process can read a copy of. A process may lack a user's class, even one that derives from these."""
 
 
 class ConfigError(FtcoordError, ValueError):
@@ -65,8 +54,8 @@ class ConfigError(FtcoordError, ValueError):
 
     Args:
         key: the setting, as the user wrote it (``lease_ttl``, ``FTCOORD_ENDPOINTS``).
-        value: what it was set to (never a secret); None if it is missing. A copy of the error has the `repr` of a value
-            that another process may not be able to read.
+        value: what it was set to (never a secret); None if it is missing. A copy of the error in
+            another process has the `repr` of what is no plain text or number.
         allowed: what would have been accepted.
     """
 
@@ -79,7 +68,7 @@ class ConfigError(FtcoordError, ValueError):
         self.allowed = allowed
 
     def _state(self) -> dict[str, Any]:
-        return {**self.__dict__, "value": self.value if _is_plain(self.value) else repr(self.value)}
+        return {**self.__dict__, "value": self.value if type(self.value) in _PLAIN else repr(self.value)}
 
 
 class ForkedProcessError(FtcoordError, RuntimeError):
@@ -110,6 +99,10 @@ class StateError(FtcoordError):
             f"etcd key {key!r} {problem}; look at it with `etcdctl get {key}`, or choose another run id or key_prefix"
         )
         self.key = key
+
+
+class OtherLayout(StateError):
+    """A key holds a value of another layout: another release of ftcoord takes part in the job."""
 
 
 class ServerError(FtcoordError, RuntimeError):

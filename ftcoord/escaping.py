@@ -1,10 +1,14 @@
-"""Text of others, as logs, errors and terminals may show it."""
+"""Text for people: that of others, as logs, errors and terminals may show it, and counts and names."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Final
 
 HIDDEN = "***"
+SHOWN: Final = 8
+"""The most hosts or replicas that a line names; it counts the others."""
 
 
 def neutral(text: str) -> str:
@@ -23,3 +27,22 @@ def redacted(value: object) -> object:
         return HIDDEN
     _, at, rest = value.rpartition("@")
     return re.sub(r"([?#]).*", rf"\1{HIDDEN}", HIDDEN + at + rest if at else rest, flags=re.DOTALL)
+
+
+def named(names: Iterable[str], count: int | None = None) -> str:
+    """The first names, and how many more there are."""
+    known = [neutral(name) for name in names]
+    more = max(len(known) if count is None else count, len(known)) - SHOWN
+    shown = ", ".join(known[:SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def counted(number: int, what: str) -> str:
+    """A count with its noun: "1 node", "2 nodes"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def spanned(limits: tuple[int, int], what: str) -> str:
+    """Limits with their noun: "2 to 3 nodes", or "1 node" where both are the same."""
+    fewest, most = limits
+    return counted(most, what) if fewest == most else f"{fewest} to {counted(most, what)}"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import stat
+from collections.abc import Iterator
 
 from ftcoord.errors import ForkedProcessError
 
@@ -31,6 +35,8 @@ class OwnerProcess:
 
 _hidden: dict[int, tuple[int, int]] = {}
 """File descriptors that no forked child may keep open, and their files. Any thread, one step of a dict at a time."""
+_hidden_ports: set[int] = set()
+"""Local TCP ports of which no forked child may keep a socket. Any thread, one step of a set at a time."""
 
 
 def identity_of(descriptor: int) -> tuple[int, int] | None:
@@ -57,14 +63,35 @@ def unhide(descriptor: int) -> None:
     _hidden.pop(descriptor, None)
 
 
+def hide_port(port: int) -> None:
+    """The same for all sockets at this local TCP port: gRPC's, whose descriptors are not known."""
+    _hidden_ports.add(port)
+
+
+def unhide_port(port: int) -> None:
+    """Do not hide its sockets any more. Idempotent."""
+    _hidden_ports.discard(port)
+
+
 def _lose_hidden() -> None:
     """In the child. The numbers stay taken, by /dev/null: copies of the parent's objects will close them once."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor, identity in _hidden.items():
-        if identity_of(descriptor) == identity:
-            os.dup2(nothing, descriptor, inheritable=False)
+    lost = [descriptor for descriptor, identity in _hidden.items() if identity_of(descriptor) == identity]
+    for descriptor in (*lost, *_at_hidden_ports()):
+        os.dup2(nothing, descriptor, inheritable=False)
     os.close(nothing)
     _hidden.clear()
+    _hidden_ports.clear()
+
+
+def _at_hidden_ports() -> Iterator[int]:
+    for name in os.listdir("/dev/fd") if _hidden_ports else ():
+        with contextlib.suppress(OSError):  # the descriptor with which this lists
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    place = one.getsockname() if one.family in (socket.AF_INET, socket.AF_INET6) else ()
+                if place and place[1] in _hidden_ports:
+                    yield int(name)
 
 
 os.register_at_fork(after_in_child=_lose_hidden)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from ftcoord.endpoints import SRV
+from ftcoord.config import SRV
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import HIDDEN, redacted
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Final
 
@@ -20,8 +20,6 @@ FACTS: Final = ("run", "round", "quorum", "member", "revision", "reason", "rank"
 """The attributes of records about a change of state, and their fields in JSON."""
 SHOWN_BY_DEFAULT: Final = ("rendezvous", "coordination", "metrics")
 """The parts of ftcoord whose changes of state are printed if no level is set."""
-SHOWN: Final = 8
-"""The most hosts or replicas that a line names; it counts the others."""
 _FAR: Final = 86400.0
 """Seconds from which on a time of day is not enough."""
 _TEXT: Final = "%(levelname).1s%(asctime)s %(process)d %(name)s] %(message)s"
@@ -34,21 +32,13 @@ def log_change(log: logging.Logger, text: str, level: int = logging.INFO, /, **f
 
     Args:
         text: what has happened, for people; it names the run, and why.
-        level: INFO, unless somebody should look at it.
+        level: INFO, unless it needs attention.
         facts: by the names in `FACTS`, for programs. None and empty values are left out. Member and revision are also
             printed after the text.
     """
     known = {name: value for name, value in facts.items() if value not in (None, "")}
     shown = ", ".join(f"{name} {known[name]}" for name in ("member", "revision") if name in known)
     log.log(level, "%s", neutral(f"{text} [{shown}]" if shown else text), extra=known, stacklevel=2)
-
-
-def named(names: Iterable[str], count: int | None = None) -> str:
-    """The first names, and how many more there are."""
-    known = [neutral(name) for name in names]
-    more = max(len(known) if count is None else count, len(known)) - SHOWN
-    shown = ", ".join(known[:SHOWN])
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def ending(deadline: float) -> str:
@@ -78,17 +68,17 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, timezone.utc)
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
             "pid": record.process,
             "message": record.getMessage(),
         }
-        told |= {name: vars(record)[name] for name in FACTS if name in vars(record)}
+        fields |= {name: vars(record)[name] for name in FACTS if name in vars(record)}
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
 
 
 def show_if_asked(env: Mapping[str, str] | None = None) -> None:

@@ -19,7 +19,7 @@ from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGro
 
 from ftcoord import concurrency
 from ftcoord.closing import weakly
-from ftcoord.coordination.quorum_watch import QuorumWatch
+from ftcoord.coordination.observer import QuorumWatch
 from ftcoord.errors import ConfigError, FtcoordError
 
 log = logging.getLogger(__name__)

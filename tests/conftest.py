@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import crashes
 import kept
-import locks
 import pytest
 from etcd_cluster import EtcdCluster, FragileEtcd
 from helpers import DEADLINE
-from metrics_served import stop_serving
 
+from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Delete, Span
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.metrics import exporter, process
 from ftcoord.primitives.sentinel import Sentinel
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it for us
@@ -68,16 +67,6 @@ def frozen() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def lock_order() -> Iterator[None]:
-    """With FTCOORD_LOCK_ORDER=1 the order of locks is recorded in all tests, and judged in the end."""
-    if not os.environ.get("FTCOORD_LOCK_ORDER"):
-        yield
-        return
-    with locks.recorded():
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def processes() -> Iterator[None]:
     """How those end that the tests start: see `no_process_crashes`. Some end with the session."""
     with crashes.noticed():
@@ -90,6 +79,15 @@ def no_process_crashes() -> Iterator[None]:
     """None that a test starts, also where the test does not look at its exit code."""
     yield
     assert crashes.crashed() == []
+
+
+def stop_serving() -> None:
+    """As if nothing had been served."""
+    export = concurrency.of_process(exporter._Export)
+    if export._server is not None:
+        export._server.close()
+    export._begun, export._server = False, None
+    process.end_counting()
 
 
 @pytest.fixture

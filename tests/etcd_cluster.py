@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import logging
 import os
 import shutil
 import signal
@@ -14,13 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ftcoord.embedded.server import HTTP_TIMEOUT, LOOPBACK, POLL_INTERVAL, EtcdServer, PortLost
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Endpoint
+from ftcoord.embedded.server import HTTP_TIMEOUT, LOOPBACK, POLL_INTERVAL, EtcdServer
 from ftcoord.errors import EtcdError, ServerError
+from ftcoord.etcd.api import EMBEDDED_NAMES
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.release import EMBEDDED_NAMES
-
-logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT = 2.0
 
@@ -36,7 +33,7 @@ class FragileEtcd(EtcdServer):
 
     def pause(self) -> None:
         """Stop etcd with SIGSTOP: it hangs, with its connections open, until `resume`. No effect if it has ended."""
-        if self._started().pid is None:
+        if not self.is_running():
             return
         pid = self.pid
         os.kill(pid, signal.SIGSTOP)
@@ -46,7 +43,7 @@ class FragileEtcd(EtcdServer):
 
     def resume(self) -> None:
         """Let a paused etcd continue."""
-        if self._started().pid is not None:
+        if self.is_running():
             os.kill(self.pid, signal.SIGCONT)
         self._paused = False
 
@@ -145,21 +142,12 @@ class EtcdCluster:
         """``host:port`` of every member, in order, joined by commas. Raises ServerError if never started."""
         return ",".join(Endpoint(LOOPBACK, member.get_port()).target for member in self.members)
 
-    def start(self, timeout: float = 60, num_retries: int = 3) -> None:
-        """Start all members, and wait until each one serves: `timeout` seconds in all. It is tried `num_retries` times
-        if another process takes a port first. Raises ServerError, with the end of the log."""
+    def start(self, timeout: float = 60) -> None:
+        """Start all members, and wait until each one serves: `timeout` seconds in all. Raises ServerError, with the end
+        of the log."""
         if self._started:
             raise ServerError(f"the cluster is started already on {self.endpoints}: use it, or call stop()")
-        deadline = time.monotonic() + timeout
-        for tries_left in reversed(range(max(1, num_retries))):
-            try:
-                self._start(deadline)
-            except PortLost as error:
-                if not tries_left:
-                    raise
-                logger.info("starting the etcd cluster again on other ports: %s", error)
-            else:
-                return
+        self._start(time.monotonic() + timeout)
 
     def stop(self) -> None:
         """End all members and remove their data. Idempotent; does nothing in a forked child."""

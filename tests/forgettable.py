@@ -25,12 +25,11 @@ from helpers import ask_etcd
 import ftcoord
 import ftcoord.coordination
 import ftcoord.timer
-from ftcoord.core.heartbeats import HeartbeatEvent
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.protobuf import declare
-from ftcoord.primitives.renewal import Renewer
-from ftcoord.timer.listing import Subscription
+from ftcoord.etcd.messages import declare
+from ftcoord.heartbeat import HeartbeatEvent
+from ftcoord.primitives.session import Renewer
 
 LONG = timedelta(seconds=60)
 TTL = 30
@@ -81,7 +80,7 @@ def heartbeat_watch(endpoint: str, run: str) -> object:
     watch = ftcoord.watch_heartbeats(run, endpoint)
     with ftcoord.Heartbeat(run, "somebody", TTL, etcd=endpoint):
         event = next(watch)
-    if not Renewer.of_process()._ttls:  # else the thread of the one that beat has others' leases too
+    if not Renewer.of_process()._due:  # else the thread of the one that beat has others' leases too
         for thread in threading.enumerate():
             if thread.name == "ftcoord-leases":
                 thread.join(LONG.total_seconds())
@@ -92,7 +91,7 @@ def heartbeat_watch(endpoint: str, run: str) -> object:
 def handler(endpoint: str, run: str) -> object:
     from torch.distributed.elastic.rendezvous import RendezvousParameters  # here: the others need no torch
 
-    from ftcoord.rendezvous.create import create_handler
+    from ftcoord.rendezvous.handler import create_handler
 
     handler = create_handler(RendezvousParameters("etcd-v3", endpoint, run, 1, 1, lease_ttl=str(TTL), timers="1"))
     handler.next_rendezvous()
@@ -129,10 +128,6 @@ def rank(endpoint: str, run: str) -> object:
     return server, ftcoord.coordination.ManagerClient(server.address(), LONG)
 
 
-def subscription(endpoint: str, run: str) -> Subscription:
-    return ftcoord.timer.on_expired(run, print, endpoint)
-
-
 def lighthouse_client(endpoint: str, run: str) -> object:
     client = ftcoord.coordination.LighthouseClient(address(endpoint, run), LONG)
     client.quorum("one", LONG)
@@ -167,7 +162,6 @@ MAKERS: dict[str, Callable[[str, str], object]] = {
     "ManagerServer": manager,
     "Observer": observer,
     "Session": session,
-    "Subscription": subscription,
     "watch_heartbeats": heartbeat_watch,
 }
 """By the names under which they are public."""

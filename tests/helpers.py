@@ -7,6 +7,7 @@ import importlib.util
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,8 +18,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ftcoord.embedded.server import LOOPBACK, ReservedPort
+from ftcoord.embedded.server import LOOPBACK, reserved
 from ftcoord.etcd.api import Batch, Began, Event, WatchItem
+from ftcoord.rendezvous.settings import RendezvousSettings
 
 DEADLINE = 90.0
 """Seconds; for a machine that is busy with other things. Nothing that works comes near it."""
@@ -42,6 +44,23 @@ def eventually(condition: Callable[[], T], what: str | Callable[[], str], timeou
     return found
 
 
+def rdzv_settings(
+    nnodes: tuple[int, int], run_id: str = "run", local_addr: str | None = None, **conf: object
+) -> RendezvousSettings:
+    """A handler's settings, from keys of `rdzv_conf`; for tests with a client of their own."""
+    least, most = nnodes
+    return RendezvousSettings.parse(
+        backend="etcd-v3",
+        endpoint="etcd:1",
+        run_id=run_id,
+        min_nodes=least,
+        max_nodes=most,
+        local_addr=local_addr,
+        conf=conf,
+        env={},
+    )
+
+
 def freeze(pid: int) -> None:
     """SIGSTOP; no thread of it runs any more on return. kill() alone returns before a busy machine has stopped it."""
     os.kill(pid, signal.SIGSTOP)
@@ -58,7 +77,7 @@ def _states(pid: int) -> set[str]:
 
 def ask_etcd(endpoint: str, method: str, request: bytes = b"") -> bytes:
     """The answer of a gRPC method of etcd that ftcoord itself does not use; both are protobuf messages."""
-    from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+    from ftcoord.etcd.quiet_grpc import grpc, quiet_grpc
 
     with quiet_grpc(), grpc.insecure_channel(endpoint) as channel:
         return bytes(channel.unary_unary(f"/etcdserverpb.{method}")(request, timeout=DEADLINE))
@@ -66,7 +85,7 @@ def ask_etcd(endpoint: str, method: str, request: bytes = b"") -> bytes:
 
 def set_alarm(endpoint: str, on: bool, member_id: int = 1) -> None:
     """Raise the alarm NOSPACE, as a member does that has no space left, or disarm it."""
-    from ftcoord.etcd.rpc.protobuf import declare
+    from ftcoord.etcd.messages import declare
 
     alarm = declare("tests", {"AlarmRequest": "action 1 int32, member_id 2 uint64, alarm 3 int32"})["AlarmRequest"]
     request = alarm(action=1 if on else 2, member_id=member_id, alarm=1)
@@ -122,14 +141,14 @@ def open_files() -> set[tuple[str, str]]:
     return found
 
 
-_own_ports: list[ReservedPort] = []
+_own_ports: list[socket.socket] = []
 
 
 def own_port() -> int:
     """A port that nobody else is given while these tests run, also while its server is down. A server that sets
     SO_REUSEADDR, as Python's and etcd do, may listen there."""
-    _own_ports.append(ReservedPort(LOOPBACK))
-    return _own_ports[-1].number
+    _own_ports.append(reserved(LOOPBACK))
+    return int(_own_ports[-1].getsockname()[1])
 
 
 def pem(kind: str) -> str:

@@ -12,8 +12,8 @@ import pytest
 from helpers import DEADLINE, eventually
 
 from ftcoord import concurrency
-from ftcoord.primitives.renewal import KeptLease, Renewer
 from ftcoord.primitives.sentinel import Sentinel
+from ftcoord.primitives.session import KeptLease, Renewer
 
 GIVE_UP: Final = 10.0
 """Seconds that a renewal may take which is under way when its lease is given up."""
@@ -77,4 +77,4 @@ def _threads() -> list[threading.Thread]:
 
 def _leases() -> list[KeptLease]:
     """Those that are kept alive, but one that is renewed just now."""
-    return [entry.lease for entry in Renewer.of_process()._due.copy() if entry.lease is not None]
+    return list(Renewer.of_process()._due)

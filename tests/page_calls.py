@@ -14,11 +14,13 @@ from helpers import DEADLINE
 from prometheus_client.core import GaugeMetricFamily
 from virtual import MemoryClient
 
+from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import members_span, run_prefix
-from ftcoord.dashboard.acts import PageActor
-from ftcoord.dashboard.app import make_app
-from ftcoord.dashboard.board import Board, LeaseBook
+from ftcoord.dashboard.app import Page, make_app
+from ftcoord.dashboard.feeds import Board, LeaseBook
 from ftcoord.etcd.api import Get
+from ftcoord.metrics.process import Collect
+from ftcoord.operator.status import Rules
 
 TOKEN = "0123456789abcdef"
 
@@ -30,6 +32,13 @@ class Clerk:
 
 def numbers() -> list[GaugeMetricFamily]:
     return [GaugeMetricFamily("ftcoord_runs", "Runs.", value=7)]
+
+
+def page_of(**settings: Any) -> Page:
+    """A page's settings: the usual ones, but for these."""
+    known: dict[str, Any] = {"etcd": EtcdConfig.load("127.0.0.1:1", env={}, request_timeout=DEADLINE)}
+    known |= {"key_prefix": "/f", "rules": Rules(), "listen": ("127.0.0.1", 0), "about": {"version": "1"}}
+    return Page(**{**known, "host_names": (), "who": "me@here", "token": "", **settings})
 
 
 @dataclass
@@ -48,11 +57,14 @@ class Site:
 
     def __init__(self, client: MemoryClient, board: Board) -> None:
         self.client, self.board = client, board
-        self.app = make_app(board, LeaseBook(Clerk()), {"version": "1"}, numbers)
+        self.makes()
+
+    def makes(self, collect: Collect = numbers, **settings: Any) -> None:
+        """Have a page with these settings."""
+        self.app = make_app(page_of(**settings), self.client, self.board, LeaseBook(Clerk()), collect)
 
     def may_act(self) -> None:
-        actor = PageActor(self.client, "/f", "me@here", DEADLINE)
-        self.app = make_app(self.board, LeaseBook(Clerk()), {}, numbers, actor=actor, token=TOKEN)
+        self.makes(token=TOKEN)
 
     def order(self, authorization: str = f"Bearer {TOKEN}", **order: object) -> Answer:
         body = json.dumps({"what": "evict", "job": "a/b", "name": "n", "who": "ann", **order}).encode()
@@ -66,17 +78,12 @@ class Site:
         path: str,
         host: str = "127.0.0.1:1",
         until: Callable[[Answer], bool] = lambda _: False,
-        takes: Callable[[], bool] = lambda: True,
         method: str = "GET",
         body: bytes = b"",
         headers: Mapping[str, str] = MappingProxyType({}),
         **query: object,
     ) -> Answer:
-        """Ask, and go away as soon as the answer is enough.
-
-        Args:
-            takes: whether the viewer takes what it is sent; what it does not take waits.
-        """
+        """Ask, and go away as soon as the answer is enough."""
         answer = Answer()
 
         async def ask() -> None:
@@ -90,8 +97,6 @@ class Site:
                 return {"type": "http.disconnect"}
 
             async def send(message: Any) -> None:
-                if not takes():
-                    await asyncio.Event().wait()
                 if message["type"] == "http.response.start":
                     answer.status = message["status"]
                     answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}

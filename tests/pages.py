@@ -13,12 +13,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from urllib.parse import urlsplit
 
+import builders
 from held import TIMER, WORKER, timers_kv
 from helpers import DEADLINE
 
 from ftcoord import concurrency
-from ftcoord.core import event_records, quorum_head, quorum_records, rendezvous_records
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core import history, quorum_head, quorum_records, rendezvous_records
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import (
     KEY_PREFIX,
     decided_key,
@@ -29,8 +30,8 @@ from ftcoord.core.layout import (
     roster_key,
     run_prefix,
 )
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
-from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
+from ftcoord.core.quorum_records import QuorumSeat
+from ftcoord.core.rendezvous_records import Seat
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.client import EtcdClient
 
@@ -57,10 +58,10 @@ def write_run(client: EtcdClient, job: str, hosts: Sequence[str]) -> list[int]:
     prefix, leases = run_prefix(KEY_PREFIX, job), [client.grant(TTL).id for _ in hosts]
     most = len(hosts)
     seats = tuple(Seat(member_id(lease), f"node{at}", hosts[at]) for at, lease in enumerate(leases))
-    record = Round(1, seats, "10.0.0.1", 29500, (), 1, most, ready=True)
+    record = builders.round_(1, seats, ready=True, limits=(1, most))
     puts = [Put(decided_key(prefix), rendezvous_records.encode(record))]
     for at, lease in enumerate(leases):
-        ask = JoinRequest(f"node{at}", "10.0.0.1", 29500, 0, hosts[at], f"n{at}", 1, most, seated=1)
+        ask = builders.ask(f"node{at}", port=29500, host=hosts[at], nonce=f"n{at}", seated=1, limits=(1, most))
         puts.append(Put(member_key(prefix, member_id(lease)), rendezvous_records.encode(ask), lease))
     for at in range(0, len(puts), 100):
         client.txn((), puts[at : at + 100])
@@ -72,7 +73,7 @@ def write_history(client: EtcdClient, job: str, events: Sequence[HistoryEvent]) 
     lease = client.grant(TTL).id
     for at, event in enumerate(events):
         key = event_key(run_prefix(KEY_PREFIX, job), client.get("x").revision, "writer", at)
-        client.put(key, event_records.encode(event), lease)
+        client.put(key, history.encode(event), lease)
 
 
 def write_timer(client: EtcdClient, job: str, scope: str) -> str:
@@ -91,11 +92,11 @@ def write_quorum(client: EtcdClient, job: str, steps: Mapping[str, int]) -> None
     seats = []
     for name, step in sorted(steps.items()):
         lease = client.grant(TTL).id
-        request = QuorumRequest(name, f"http://{name}:1", f"{name}:2", step, 8, False, "", 0, ())
-        record = ReplicaRecord(request, 0, 1, 0)
+        request = builders.request(name, address=f"http://{name}:1", store_address=f"{name}:2", step=step, world_size=8)
+        record = builders.replica(request, after=1)
         client.put(member_key(prefix, member_id(lease)), quorum_records.encode(record), lease)
         seats.append(QuorumSeat(member_id(lease), 1, request))
-    quorum = QuorumRecord(1, 1, tuple(seats), (), 1.7e9)
+    quorum = builders.quorum(1, tuple(seats), created=1.7e9)
     key = decided_key(prefix)
     head, roster = quorum_head.encode_quorum(quorum)
     client.txn((), [Put(key, head), Put(roster_key(key), roster)])

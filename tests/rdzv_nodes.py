@@ -33,8 +33,7 @@ from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group.membership import Membership
-from ftcoord.rendezvous.create import create_handler
-from ftcoord.rendezvous.handler import EtcdRendezvousHandler
+from ftcoord.rendezvous.handler import EtcdRendezvousHandler, create_handler
 
 T = TypeVar("T")
 

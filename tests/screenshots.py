@@ -15,7 +15,7 @@ from pages import page, write_history, write_quorum, write_run
 from ftcoord import concurrency
 from ftcoord.core import death_records
 from ftcoord.core.death_records import Death
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import KEY_PREFIX, death_key, member_id, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient

@@ -27,9 +27,9 @@ from lines import Lines
 from load import Guarded, Run, StoreLoad, Training
 from victims import KILLED, a_process
 
-from ftcoord.demo.agents import descendants
+from ftcoord.demo.run import descendants
 from ftcoord.etcd.api import Get, KeyValue, Span
-from ftcoord.etcd.rpc.protobuf import declare
+from ftcoord.etcd.messages import declare
 
 PREFIX = "/ftcoord/v1/"
 TRAINING = "training"

@@ -18,12 +18,11 @@ from helpers import DEADLINE, eventually, freeze
 from torch.distributed.elastic import timer
 from torch.distributed.elastic.timer import TimerClient
 
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.server import EtcdTimerServer
+from ftcoord.timer.etcd_timer import EtcdTimerClient, EtcdTimerServer
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch.distributed.elastic.timer", "ftcoord.timer.client", "ftcoord.timer.server", "pytest"]
+    ["torch.distributed.elastic.timer", "ftcoord.timer.etcd_timer", "ftcoord.timer.etcd_timer", "pytest"]
 )
 """Loads torch once for all of them. Not by the name of this module: until Python 3.13 the server does not look where
 pytest finds the tests, and leaves out without a word what it does not find."""

@@ -1,27 +1,36 @@
-"""Processes with leases that the tests of the sentinel kill in many ways: see mourned.py."""
+"""Processes with leases that the tests of the sentinel kill in many ways.
+
+`python victims.py ENDPOINT DEATHS TTL` is one of them. It writes its lease and its sentinel's pid, and then does what
+it reads, a line each: a method, and its arguments. VICTIM_GROUP is a control group that it goes into; with
+VICTIM_NO_PIDFD there are no pidfds.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import mourned
 from helpers import DEADLINE, eventually
 
+import ftcoord
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import cause_of_death
+from ftcoord.primitives.sentinel import Sentinel
 
 LONG_TTL = 600
 """Seconds: what ends before has not ended by time."""
 SHORT_TTL = 2
 KILLED = "was killed by signal 9 (SIGKILL)"
-PROGRAM = str(Path(mourned.__file__))
+PROGRAM = str(Path(__file__))
 
 
 class Holder:
@@ -68,20 +77,6 @@ class Victim(Holder):
     def does(self, line: str) -> str:
         self.tell(line)
         return self.answer().strip()
-
-    def await_end_of_errors(self) -> None:
-        """Nobody has its standard error open any longer."""
-        errors = self._process.stderr
-        assert errors is not None
-        os.set_blocking(errors.fileno(), False)
-
-        def is_at_end() -> bool:
-            try:
-                return not os.read(errors.fileno(), 65536)
-            except BlockingIOError:
-                return False
-
-        eventually(is_at_end, "the end of what it says")
 
     def other_sentinel(self) -> int:
         """Wait until it has another one."""
@@ -136,3 +131,116 @@ def a_process(
                 with suppress(BrokenPipeError):
                     pipe.close()
         eventually(lambda: not any(map(runs, sentinels_of(process.pid))), "no sentinel is left")
+
+
+FOREVER = 600.0
+
+
+class Program:
+    """What the process has, and does when it is told."""
+
+    def __init__(self, endpoint: str, deaths: str, ttl: str) -> None:
+        self._given = endpoint, deaths, ttl
+        self._client = ftcoord.EtcdClient(endpoint)
+        self._session = self._open()
+        self._sentinel = Sentinel.of_process()
+
+    def _open(self) -> ftcoord.Session:
+        _, deaths, ttl = self._given
+        return ftcoord.Session(self._client, int(ttl), deaths=deaths)
+
+    def told(self) -> str:
+        sentinel = self._sentinel
+        pid = eventually(lambda: sentinel.pid, "the sentinel runs") if sentinel is not None else 0
+        return f"{os.getpid()} {self._session.lease_id} {pid}"
+
+    # -- the verbs ----------------------------------------------------------------------------------------------
+
+    def pid(self) -> str:
+        """The sentinel's."""
+        return str(self._sentinel.pid if self._sentinel is not None else 0)
+
+    def close(self) -> None:
+        self._session.close()
+
+    def exit(self, code: str) -> None:
+        os._exit(int(code))
+
+    def signal(self, name: str) -> None:
+        os.kill(os.getpid(), getattr(signal, name))
+
+    def group(self) -> None:
+        """Kill this process's group."""
+        os.killpg(0, signal.SIGKILL)
+
+    def session(self) -> None:
+        """Kill all processes of this one's session, this one last."""
+        for path in Path("/proc").glob("[0-9]*"):
+            pid = int(path.name)
+            if pid != os.getpid() and _session_of(pid) == os.getsid(0):
+                os.kill(pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def exec(self) -> None:
+        os.execvp("sleep", ["sleep", str(FOREVER)])
+
+    def hang(self, seconds: str) -> None:
+        """In C, with the interpreter's lock held."""
+        ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
+
+    def fork(self) -> None:
+        if os.fork() == 0:
+            time.sleep(FOREVER)
+
+    def fork_in_c(self) -> None:
+        """As a library does it, of whose children Python knows nothing."""
+        if ctypes.PyDLL(None).fork() == 0:
+            time.sleep(FOREVER)
+
+    def daemon(self) -> None:
+        """Become another process, as a daemon does. It ends with the test, whose signals do not reach it."""
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        while os.read(0, 1):
+            pass
+        os._exit(0)
+
+    def child(self) -> None:
+        subprocess.run(["true"], check=True)
+
+    def eat(self) -> None:
+        """Memory, for ever."""
+        eaten = []
+        while True:
+            eaten.append(bytearray(b"x") * (1 << 24))
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def _no_pidfd(_pid: int) -> int:
+    raise OSError(errno.ENOSYS, "there are none")
+
+
+def main() -> None:
+    with open(os.dup(0)) as commands, open(os.dup(1), "w") as answers:
+        if os.environ.get("VICTIM_NO_PIDFD"):
+            os.pidfd_open = _no_pidfd
+        if group := os.environ.get("VICTIM_GROUP"):
+            Path(group, "cgroup.procs").write_text(str(os.getpid()))
+        program = Program(*sys.argv[1:])
+        print(program.told(), file=answers, flush=True)
+        for line in commands:
+            verb, *arguments = line.split()
+            print(getattr(program, verb)(*arguments) or "done", file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -157,9 +157,8 @@ def load_ftcoord() -> None:
 
 def load_rendezvous() -> None:
     """What needs torch."""
-    import ftcoord.rendezvous.create
-    import ftcoord.timer.client
-    import ftcoord.timer.server  # noqa: F401
+    import ftcoord.rendezvous.handler
+    import ftcoord.timer.etcd_timer  # noqa: F401
 
 
 def settle() -> None:

@@ -14,7 +14,6 @@ from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from ftcoord.config import EtcdConfig, whole
-from ftcoord.core.event_records import HISTORY_TTL
 from ftcoord.core.layout import KEY_PREFIX, quorum_prefix
 from ftcoord.core.quorum import QuorumOptions
 from ftcoord.errors import ConfigError
@@ -46,7 +45,6 @@ class Job:
         allow_kill: 1 if anyone whom a manager's port serves may end its process; else 0.
         native: 1 if a manager's port serves torchft's own classes too, and so anyone who reaches it; else 0.
         bind: the address at which managers listen; empty for the one that they publish.
-        history_ttl: seconds for which the job's history outlives its last replica; 0 for no history.
     """
 
     scheme: str
@@ -56,7 +54,6 @@ class Job:
     join_timeout_ms: int = 60_000
     heartbeat_timeout_ms: int = 5_000
     allow_kill: int = 0
-    history_ttl: int = HISTORY_TTL
     native: int = 0
     bind: str = ""
 
@@ -111,11 +108,10 @@ _OPTIONS: Final[dict[str, Callable[[str, str], Any]]] = {
     "join_timeout_ms": whole(0, DAY_MS),
     "heartbeat_timeout_ms": whole(10, DAY_MS),
     "allow_kill": whole(0, 1),
-    "history_ttl": whole(0, 10**9),
     "native": whole(0, 1),
     "bind": _address,
 }
-_UNSAID: Final = {"allow_kill": 0, "history_ttl": HISTORY_TTL, "native": 0, "bind": ""}
+_UNSAID: Final = {"allow_kill": 0, "native": 0, "bind": ""}
 """Options that are left out of an address when they have these values."""
 
 

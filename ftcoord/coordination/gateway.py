@@ -15,39 +15,122 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
+
+from google.protobuf.message import DecodeError
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.config import listen_address
-from ftcoord.coordination import peers
 from ftcoord.coordination.address import Job, parse_address
+from ftcoord.coordination.checks import TRANSPORT_ERROR
 from ftcoord.coordination.connection import REQUEST_TIMEOUT
-from ftcoord.coordination.failure import TRANSPORT_ERROR
-from ftcoord.coordination.gateway_limits import CALL_THREADS, MOST_RPCS, WaitingCalls, address_of, most_connections
-from ftcoord.coordination.gateway_sessions import GatewaySessions
-from ftcoord.coordination.kills import watch_kills
-from ftcoord.coordination.lighthouse_wire import (
-    HEARTBEAT_RESPONSE,
-    SERVICE,
-    quorum_response,
-    read_heartbeat,
-    read_quorum_request,
+from ftcoord.coordination.gateway_sessions import (
+    CALL_THREADS,
+    MOST_RPCS,
+    GatewaySessions,
+    PendingCall,
+    WaitingCalls,
+    address_of,
+    ended_peers,
+    most_connections,
 )
+from ftcoord.coordination.kills import watch_kills
 from ftcoord.coordination.manager_client import place_of
-from ftcoord.coordination.native_calls import answering, serve, time_left
-from ftcoord.coordination.native_manager import NativeManager
-from ftcoord.coordination.pending_call import PendingCall
-from ftcoord.coordination.rank_frames import KillOrder
+from ftcoord.coordination.native import NativeManager, answering, serve, time_left
+from ftcoord.coordination.ranks import KillOrder
+from ftcoord.coordination.types import timestamp
 from ftcoord.core.layout import member_of
-from ftcoord.core.quorum_records import QuorumRecord
+from ftcoord.core.manager_address import parted
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, data_problem
 from ftcoord.errors import ServerError, ThreadNotStarted
 from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.quiet_grpc import grpc, quiet_grpc
+from ftcoord.etcd.messages import declare
+from ftcoord.etcd.quiet_grpc import grpc, quiet_grpc
 from ftcoord.pool import DaemonPool
-from ftcoord.primitives.informer import Informer
+from ftcoord.primitives.mirror import Informer
+
+# -- the messages; field numbers are those of torchft 0.2.0 and its nightly builds (9, the handles) --------------------
+
+
+SERVICE: Final = "torchft.LighthouseService"
+
+_MESSAGES: Final = declare(
+    "ftcoord.torchft",
+    {
+        "QuorumMember": "replica_id 1 string, address 2 string, store_address 3 string, step 4 int64,"
+        " world_size 5 uint64, shrink_only 6 bool, data 7 string, commit_failures 8 int64, handles 9 string*",
+        "Timestamp": "seconds 1 int64, nanos 2 int32",
+        "Quorum": "quorum_id 1 int64, participants 2 QuorumMember*, created 3 Timestamp",
+        "LighthouseQuorumRequest": "requester 1 QuorumMember",
+        "LighthouseQuorumResponse": "quorum 1 Quorum",
+        "LighthouseHeartbeatRequest": "replica_id 1 string",
+        "LighthouseHeartbeatResponse": "",
+    },
+)
+HEARTBEAT_RESPONSE: Final[bytes] = _MESSAGES["LighthouseHeartbeatResponse"]().SerializeToString()
+
+
+def read_quorum_request(message: bytes) -> QuorumRequest:
+    """A replica's request. Raises ValueError for a message, or for `data` in it, that other replicas could not read."""
+    asked = _read("LighthouseQuorumRequest", message)
+    if not asked.HasField("requester"):
+        raise ValueError("the request names no requester")
+    member = asked.requester
+    if problem := data_problem(member.data):
+        raise ValueError(f"the data of the request is no JSON object: {problem}")
+    return QuorumRequest(
+        replica_id=member.replica_id,
+        address=member.address,
+        store_address=member.store_address,
+        step=member.step,
+        world_size=member.world_size,
+        shrink_only=member.shrink_only,
+        data=member.data,
+        commit_failures=member.commit_failures,
+        handles=tuple(member.handles),
+    )
+
+
+def read_heartbeat(message: bytes) -> str:
+    """The replica id of a heartbeat. Raises ValueError."""
+    return str(_read("LighthouseHeartbeatRequest", message).replica_id)
+
+
+def quorum_response(quorum: QuorumRecord) -> bytes:
+    """The answer to all members of a quorum."""
+    at = timestamp(quorum)
+    created = _MESSAGES["Timestamp"](seconds=at.seconds, nanos=at.nanos)
+    members = [_member(request) for request in quorum.requests]
+    message = _MESSAGES["Quorum"](quorum_id=quorum.id, participants=members, created=created)
+    return bytes(_MESSAGES["LighthouseQuorumResponse"](quorum=message).SerializeToString())
+
+
+def _member(request: QuorumRequest) -> Any:
+    return _MESSAGES["QuorumMember"](
+        replica_id=request.replica_id,
+        address=parted(request.address)[0],  # who calls a gateway has shown no right to a token
+        store_address=request.store_address,
+        step=request.step,
+        world_size=request.world_size,
+        shrink_only=request.shrink_only,
+        data=request.data,
+        commit_failures=request.commit_failures,
+        handles=request.handles,
+    )
+
+
+def _read(kind: str, message: bytes) -> Any:
+    try:
+        return _MESSAGES[kind].FromString(message)
+    except DecodeError as error:
+        raise ValueError(f"this is not a {kind}: {error}") from error
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +223,7 @@ class _Service:
         self._waiting = WaitingCalls()
         self._asks = DaemonPool(CALL_THREADS, "ftcoord-asks")
         self._kills = GatewayKills(etcd, job.prefix, lambda member: self._sessions.manager_of(member))
-        ended = functools.partial(peers.ended, port)
-        self._sessions = GatewaySessions(etcd, job, ended)
+        self._sessions = GatewaySessions(etcd, job, functools.partial(ended_peers, port))
 
     @property
     def has_failed(self) -> bool:

@@ -1,20 +1,25 @@
-"""The replicas that a gateway represents: which are alive, which wait for a quorum, and which have gone silent."""
+"""The replicas that a gateway represents: which are alive, which wait for a quorum, and which have gone silent.
+
+torchft's protocol has no login, so a broken caller must not stop all others: each takes a share of what there is.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import resource
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Final, TypeAlias
+from urllib.parse import unquote
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.gateway_limits import MOST_IDS, MOST_IDS_OF_ADDRESS, Shares, address_of
-from ftcoord.coordination.pending_call import PendingCall
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
@@ -23,9 +28,201 @@ from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Etcd
 from ftcoord.metrics import process as metrics
 from ftcoord.pool import DaemonPool
-from ftcoord.primitives.group.pace import TakeoverToken
+from ftcoord.proc import connections
+
+
+class PendingCall:
+    """A caller that waits for a quorum, and may go away."""
+
+    def __init__(self) -> None:
+        self.gone = concurrency.event()
+        self._replica: Replica | None = None  # set by the thread that asks, read by that of `leave`
+
+    def waits_for(self, replica: Replica) -> None:
+        """Note the replica before it asks. `ask` checks `gone` after this, so one of the two notices a caller that
+        leaves now."""
+        self._replica = replica
+
+    def leave(self) -> None:
+        """The caller no longer waits. Does not block."""
+        self.gone.set()
+        if self._replica is not None:
+            self._replica.nudge()
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+CALL_THREADS: Final = 1024
+"""The most threads for calls. A quorum call holds a thread while it waits, and so does a replica's first beat while
+etcd is unreachable. Threads are made when they are needed, so a high limit costs nothing. As many other threads talk to
+etcd for the quorum calls, so that each call ends in time even if etcd does not answer."""
+MOST_RPCS: Final = 2 * CALL_THREADS
+"""The most calls in progress, including those that have no thread yet. gRPC refuses more."""
+MOST_WAITING: Final = CALL_THREADS - 256
+"""The most quorum calls that wait. The other threads are for beats, which are never delayed by calls that wait."""
+MOST_WAITING_OF_ADDRESS: Final = 512
+MOST_WAITING_OF_ID: Final = 4
+"""The most quorum calls of one replica that wait: its next call ends the oldest one."""
+MOST_IDS: Final = 1024
+"""The most replicas that a gateway represents: each costs a lease, a thread, and a member in each decision."""
+MOST_IDS_OF_ADDRESS: Final = 256
+MOST_DESCRIPTORS: Final = 8192
+RESERVED_DESCRIPTORS: Final = 128
+"""File descriptors that are left for etcd's connection, logs and the page when callers have taken all of theirs."""
+
+
+def most_connections() -> int:
+    """How many callers may be connected at a time: half of the descriptors that this process may still open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max((soft - RESERVED_DESCRIPTORS) // 2, 8) if soft != resource.RLIM_INFINITY else MOST_RPCS
+
+
+def raise_descriptor_limit() -> None:
+    """Have this process open as many file descriptors as the system lets it, within reason."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def address_of(peer: str) -> str:
+    """The address of a peer that gRPC names `ipv4:10.0.0.1:4711`, without the port."""
+    return unquote(peer).rpartition(":")[0]
+
+
+class Shares:
+    """What is taken of a limited thing, by address. For whoever holds the lock of its owner.
+
+    Args:
+        what: what is limited, for the error.
+        most, most_of_one: the limits in all, and for one address.
+    """
+
+    def __init__(self, what: str, most: int, most_of_one: int) -> None:
+        self._what, self._most, self._most_of_one = what, most, most_of_one  # never change
+        self._taken: Counter[str] = Counter()
+
+    def take(self, address: str) -> None:
+        """Raises ServerError if nothing is left for this address."""
+        of_one = self._taken[address] >= self._most_of_one
+        if of_one or self._taken.total() >= self._most:
+            limit = f"{self._most_of_one} {self._what} of one address" if of_one else f"{self._most} {self._what}"
+            raise ServerError(f"this gateway takes at most {limit}; use another gateway for the others")
+        self._taken[address] += 1
+
+    def give_back(self, address: str) -> None:
+        self._taken[address] -= 1
+        if not self._taken[address]:
+            del self._taken[address]
+
+
+class WaitingCalls:
+    """The quorum calls that wait. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = concurrency.lock("WaitingCalls._lock")  # guards all below
+        self._calls: dict[str, dict[PendingCall, str]] = {}  # of each replica, the oldest first, with their addresses
+        self._shares = Shares("quorum calls that wait", MOST_WAITING, MOST_WAITING_OF_ADDRESS)
+
+    @contextmanager
+    def waiting(self, replica_id: str, address: str, call: PendingCall) -> Iterator[None]:
+        """While this is open, the call waits. Ends the oldest call of a replica that has too many. Raises ServerError
+        if too many wait."""
+        superseded = None
+        with self._lock:
+            calls = self._calls.get(replica_id, {})
+            if len(calls) >= MOST_WAITING_OF_ID:
+                superseded = next(iter(calls))
+                self._remove(replica_id, superseded)
+            self._shares.take(address)
+            self._calls.setdefault(replica_id, {})[call] = address
+        if superseded is not None:
+            superseded.leave()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._remove(replica_id, call)
+
+    def _remove(self, replica_id: str, call: PendingCall) -> None:
+        calls = self._calls.get(replica_id, {})
+        if call in calls:
+            self._shares.give_back(calls.pop(call))
+        if not calls:
+            self._calls.pop(replica_id, None)
+
+
+# -- connections of callers --------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
+
+_ESTABLISHED: Final = "01"
+_WORD: Final = 8
+"""Hexadecimal digits of the 32-bit words in which an address is written, each in the byte order of this host."""
+
+PeerAddress: TypeAlias = tuple[IPv4Address | IPv6Address, int]
+"""The address and port at the other end."""
+
+
+def ended_peers(port: int, peers: Collection[str]) -> frozenset[str]:
+    """The peers, named as gRPC names them, that no longer have a connection to this local port.
+
+    Returns none where the system does not say (outside Linux, or while it cannot read its tables), and leaves out names
+    that are no addresses. A process that has inherited a connection keeps it open, and so does a proxy.
+    """
+    try:
+        texts = connections()
+    except OSError as error:  # all connections in a table that cannot be read would seem to have ended
+        log.debug("which connections stand cannot be told for now: %s", error)
+        return frozenset()
+    if not texts:
+        return frozenset()
+    standing = {peer for text in texts for peer in connected_peers(text, port)}
+    known = {name: peer for name in peers if (peer := parse_peer(name)) is not None}
+    return frozenset(name for name, peer in known.items() if peer not in standing)
+
+
+def parse_peer(name: str) -> PeerAddress | None:
+    """A peer as gRPC names it: `ipv4:10.0.0.1:4711` or `ipv6:%5B::1%5D:4711`; None for any other kind."""
+    kind, _, rest = unquote(name).partition(":")
+    host, _, port = rest.rpartition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return None
+    address = host.removeprefix("[").removesuffix("]").partition("%")[0]  # the tables do not name the interface
+    try:
+        return _plain(ip_address(address)), int(port)
+    except ValueError:
+        log.debug("gRPC names a caller %r, which is no address", name)
+        return None
+
+
+def connected_peers(text: str, port: int) -> Iterator[PeerAddress]:
+    """The peers connected to this local port, from a table of Linux."""
+    ours = f":{port:04X}"
+    for line in text.splitlines():
+        if ours in line:  # which most lines are not: there may be tens of thousands
+            _, local, remote, state, *_ = line.split()
+            if local.endswith(ours) and state == _ESTABLISHED:
+                address, _, number = remote.partition(":")
+                yield _address(address), int(number, 16)
+
+
+def _address(digits: str) -> IPv4Address | IPv6Address:
+    words = (int(digits[at : at + _WORD], 16) for at in range(0, len(digits), _WORD))
+    raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+    return _plain(IPv4Address(raw) if len(raw) == 4 else IPv6Address(raw))
+
+
+def _plain(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """The same address for an IPv4 caller of an IPv6 listener, which may be written either way."""
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
 
 CUT_OFF: Final = "its connection to the gateway closed and its heartbeats stopped"
 SILENT: Final = "its heartbeats to the gateway stopped"
@@ -91,7 +288,7 @@ class GatewaySessions:
     Args:
         etcd: the client.
         job: the job and its rules.
-        ended: returns which of these peers, as gRPC names them, are no longer connected; see `peers`.
+        ended: returns which of these peers, as gRPC names them, are no longer connected; see `ended_peers`.
 
     If the thread that looks for silent replicas failed, no replica would ever count as dead. So all of their leases are
     then left to expire, and each call raises ServerError.
@@ -104,7 +301,6 @@ class GatewaySessions:
         ended: Callable[[Collection[str]], Collection[str]],
     ) -> None:
         self._etcd, self._job, self._ended = etcd, job, ended  # never change
-        self._takeover = TakeoverToken()
         self._lock = concurrency.lock("GatewaySessions._lock")
         self._sessions: dict[str, _GatewaySession] = {}  # guarded by _lock, as the next
         self._shares = Shares("replicas", MOST_IDS, MOST_IDS_OF_ADDRESS)
@@ -189,7 +385,7 @@ class GatewaySessions:
 
     def _new_replica(self, replica_id: str) -> Replica:
         return Replica(  # which lives on when this gateway dies, and asks the next one
-            self._etcd, self._job, replica_id, keeps_lease=True, dies_with_process=False, takeover=self._takeover
+            self._etcd, self._job, replica_id, keeps_lease=True, dies_with_process=False
         )
 
     def _run_sweeper(self) -> None:

@@ -17,8 +17,7 @@ from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import NotInQuorum, StateError
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Op, Put, Span, exists
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry_until_answered
-from ftcoord.primitives.informer import Informer
-from ftcoord.primitives.mirror import Mirror
+from ftcoord.primitives.mirror import Informer, Mirror
 
 LONGEST_REQUEST: Final = 5.0
 """Seconds that one request of an order may take."""

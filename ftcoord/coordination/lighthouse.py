@@ -17,13 +17,11 @@ from ftcoord import concurrency
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, fresh_name
 from ftcoord.coordination.connection import check_process, connect, torchft_errors
-from ftcoord.coordination.convert import json_text, quorum_reply
 from ftcoord.coordination.kills import order_kill
 from ftcoord.coordination.replica import Replica
-from ftcoord.coordination.types import Quorum
+from ftcoord.coordination.types import Quorum, json_text, quorum_reply
 from ftcoord.core.quorum_records import QuorumRequest
-from ftcoord.etcd.shared import SharedClient
-from ftcoord.primitives.group.pace import TakeoverToken
+from ftcoord.etcd.client import SharedClient
 
 SERVER_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
 """How long a new LighthouseServer waits for etcd."""
@@ -102,7 +100,6 @@ class LighthouseClient:
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._job, self._etcd = connect(checks.string("addr", addr), checks.seconds("connect_timeout", connect_timeout))
         self._pid = os.getpid()
-        self._takeover = TakeoverToken()
         self._lock = concurrency.lock("LighthouseClient._lock")
         self._replicas: dict[str, Replica] = {}  # guarded by _lock, as the next two
         self._calls = Counter[str]()
@@ -222,9 +219,7 @@ class LighthouseClient:
             self._calls[replica_id] += 1
             silent = self._take_silent()
             if replica_id not in self._replicas:
-                self._replicas[replica_id] = Replica(
-                    self._etcd, self._job, replica_id, keeps_lease=False, takeover=self._takeover
-                )
+                self._replicas[replica_id] = Replica(self._etcd, self._job, replica_id, keeps_lease=False)
             replica = self._replicas[replica_id]
         try:
             for one in silent:

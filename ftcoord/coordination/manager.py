@@ -5,11 +5,206 @@ The API is that of `torchft.coordination` (https://docs.pytorch.org/torchft/coor
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from secrets import token_hex
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination import checks
-from ftcoord.coordination.managed_group import GroupIdentity, ManagedGroup
+from ftcoord.coordination.address import Job, parse_address
+from ftcoord.coordination.connection import connect, in_url, own_place, torchft_errors
+from ftcoord.coordination.kills import watch_kills
+from ftcoord.coordination.native import NativeRanks
+from ftcoord.coordination.port import listen, stop_listening
+from ftcoord.coordination.rank_port import RankPort
+from ftcoord.coordination.ranks import RankGroup, RankRequest, end_process
+from ftcoord.coordination.replica import Replica
+from ftcoord.core.layout import member_of
+from ftcoord.core.manager_address import TOKEN_BYTES, with_token
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
+from ftcoord.errors import EtcdError, ServerError
+from ftcoord.escaping import neutral
+from ftcoord.etcd.api import KeyValue
+from ftcoord.logs import show_if_asked
+from ftcoord.metrics.exporter import MetricsAddress, serve_process
+
+log = logging.getLogger(__name__)
+
+LEAVE_TIMEOUT: Final = 2.0
+"""Seconds that a manager may take to leave the job when it is shut down. After that its lease expires."""
+REJOIN_TIMEOUT: Final = 5.0
+"""Seconds that a manager tries to rejoin after it lost its lease, before the next attempt."""
+REJOIN_PAUSE: Final = 1.0
+"""Seconds between two attempts to rejoin: a manager that loses its lease each time must not overload etcd."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupIdentity:
+    """The constants of a replica group. `hostname` is the name by which others reach the manager's host."""
+
+    replica_id: str
+    hostname: str
+    store_address: str
+    world_size: int
+
+
+class ManagedGroup:
+    """A replica group in a job, from its creation until `close()`.
+
+    Args:
+        identity: the group's constants.
+        lighthouse_addr: the job's address.
+        bind: where to listen for the ranks, see `own_place`.
+        connect_timeout: seconds to wait for etcd.
+
+    Raises RuntimeError. Everything that was made is then released.
+    """
+
+    def __init__(
+        self,
+        identity: GroupIdentity,
+        lighthouse_addr: str,
+        bind: str,
+        connect_timeout: float,
+    ) -> None:
+        show_if_asked()
+        self._identity, self._pid = identity, os.getpid()
+        self._closed = concurrency.event()
+        self._made = concurrency.event()
+        """Set when the constructor has ended: until then nobody else ends this."""
+        self._ends: list[ExitStack] = []
+        """The release of all resources. The one call of `close` that does it takes this. Any thread, one step of a list
+        at a time."""
+        with ExitStack() as ends:
+            try:
+                serve_process(MetricsAddress.of_environment())
+                place, host = own_place(bind, identity.hostname, parse_address(lighthouse_addr))
+                listener = listen(place)
+                ends.callback(stop_listening, listener)
+                job, etcd = connect(lighthouse_addr, connect_timeout)
+                ends.callback(etcd.close)
+                self._replica = Replica(etcd, job, identity.replica_id, keeps_lease=True)
+                ends.callback(self._replica.leave, LEAVE_TIMEOUT)
+                self._join(job, connect_timeout)
+                ends.callback(watch_kills(etcd, job.prefix, self._obey, self._fail).close)
+                self._start_staying(ends)
+                address = f"http://{in_url(host)}:{listener.getsockname()[1]}"
+                ranks = RankGroup(identity.replica_id, identity.world_size, self._ask, bool(job.allow_kill))
+                own_port = None
+                if job.native:  # torchft's port is that of `bind`, for it is in what its classes see of the address
+                    listener = self._serve_native(listener, place, ranks, ends)
+                    own_port = listener.getsockname()[1]
+                token = token_hex(TOKEN_BYTES)
+                self.address = with_token(address, token, own_port)
+                ends.callback(RankPort(listener, ranks, bytes.fromhex(token), self._fail).close)
+                ends.callback(ranks.close, address)  # before the ports': so waiting ranks are answered
+                ranks.listen_at(address)
+                self._ends.append(ends.pop_all())
+            finally:  # before what was made ends: a thread of it that has failed may wait for this
+                self._made.set()
+
+    def close(self) -> None:
+        """Leave the job, and end all connections. Idempotent; does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with suppress(IndexError):
+            self._ends.pop().close()
+
+    @staticmethod
+    def _serve_native(reserved: socket.socket, place: str, ranks: RankGroup, ends: ExitStack) -> socket.socket:
+        """Serve torchft's own classes at a reserved place; returns a listener at a free port there for ftcoord's."""
+        host, port = place.rpartition(":")[0], reserved.getsockname()[1]
+        listener = listen(f"{host}:0")
+        ends.callback(stop_listening, listener)
+        stop_listening(reserved)
+        ends.callback(NativeRanks(f"{host}:{port}", ranks).close)
+        return listener
+
+    def _obey(self, order: KeyValue) -> None:
+        """End this process if an order names a member that it is, or was. It writes why, and gives its lease up, so
+        that who gave the order sees at once that it goes, also without a sentinel."""
+        if self._replica.was(member_of(order.key)):
+            message, host = order.value.decode(errors="replace"), f"{socket.gethostname()} (pid {os.getpid()})"
+            try:
+                self._replica.leave(LEAVE_TIMEOUT, f"{host} was ended by an order: {neutral(message)}")
+            finally:
+                end_process(message)
+
+    def _join(self, job: Job, timeout: float) -> None:
+        try:
+            with torchft_errors():
+                self._replica.beat(concurrency.now() + timeout)
+        except (TimeoutError, RuntimeError) as error:
+            raise RuntimeError(f"failed to join the job at {job}: {error}") from None
+
+    def _ask(self, requests: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
+        identity = self._identity
+        request = QuorumRequest(
+            replica_id=identity.replica_id,
+            address=self.address,
+            store_address=identity.store_address,
+            step=last.step,
+            world_size=identity.world_size,
+            shrink_only=last.shrink_only,
+            data="",
+            commit_failures=last.commit_failures,
+            handles=tuple(requests[rank].handle for rank in range(identity.world_size) if rank in requests),
+        )
+        return self._replica.ask(request, concurrency.now() + last.timeout)
+
+    # -- the thread that joins again ----------------------------------------------------------------------------------
+
+    def _start_staying(self, ends: ExitStack) -> None:
+        thread = concurrency.thread(self._run_staying, "ftcoord-beats")
+
+        def end() -> None:
+            self._closed.set()
+            self._replica.leave(LEAVE_TIMEOUT)  # which wakes the thread
+            if thread is not concurrency.current_thread():  # it is when that thread has failed
+                thread.join(LEAVE_TIMEOUT)
+
+        thread.start()
+        ends.callback(end)
+
+    def _run_staying(self) -> None:
+        try:
+            self._stay()
+        finally:
+            error = sys.exc_info()[1]
+            if error is not None:
+                self._fail(error)
+
+    def _stay(self) -> None:
+        """Rejoin under a new lease when the last one is lost, even if no rank asks. Returns when the group is
+        closed."""
+        while not self._closed.is_set():
+            self._replica.await_loss(None)
+            if self._closed.is_set():
+                return
+            try:
+                self._replica.beat(concurrency.now() + REJOIN_TIMEOUT)
+                self._closed.wait(REJOIN_PAUSE)
+            except (TimeoutError, ServerError, EtcdError) as error:
+                log.info("the manager did not rejoin, and tries again: %s", error)
+                self._closed.wait(REJOIN_TIMEOUT)
+
+    def _fail(self, error: BaseException) -> None:
+        """A thread of this group has failed: leave the job, so that nobody waits for this group.
+
+        The ranks see that the manager is gone, as if its process had died.
+        """
+        self._made.wait()
+        if self._ends:
+            what = self._identity.replica_id
+            log.critical("manager %s leaves the job, for a thread of it has failed: %r", what, error)
+            self.close()
 
 
 class ManagerServer:

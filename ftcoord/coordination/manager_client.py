@@ -12,16 +12,14 @@ from urllib.parse import urlsplit
 
 from ftcoord import concurrency
 from ftcoord.coordination import checks
+from ftcoord.coordination.checks import TRANSPORT_ERROR, Failure
 from ftcoord.coordination.connection import check_process, torchft_errors, unreachable
-from ftcoord.coordination.convert import result_of
-from ftcoord.coordination.failure import RANK_NOT_FOUND, TRANSPORT_ERROR, Failure
-from ftcoord.coordination.native_manager import NativeManager
-from ftcoord.coordination.rank_frames import KillOrder, MetadataQuery, RankCall, TimedVote
-from ftcoord.coordination.rank_group import NoSuchRank, RankGroup
-from ftcoord.coordination.rank_sockets import AnotherProtocol, RankSocket, RankSockets, TokenRefused
-from ftcoord.coordination.ranks import RankRequest
-from ftcoord.coordination.tokens import with_known_token, without_token
-from ftcoord.coordination.types import QuorumResult
+from ftcoord.coordination.native import NativeManager
+from ftcoord.coordination.port import WrongKey
+from ftcoord.coordination.rank_port import ManagerLines
+from ftcoord.coordination.ranks import KillOrder, MetadataQuery, NoSuchRank, RankCall, RankGroup, RankRequest, TimedVote
+from ftcoord.coordination.types import QuorumResult, with_known_token, without_token
+from ftcoord.core.manager_address import key_of
 
 LOOKUP_INTERVAL: Final = 0.1
 """Seconds between two attempts to reach a manager that does not listen yet."""
@@ -101,7 +99,7 @@ class ManagerClient:
             init_sync=checks.boolean("init_sync", init_sync),
         )
         answer = self._call(request, request.timeout)
-        result = answer if isinstance(answer, QuorumResult) else result_of(answer)
+        result = answer if isinstance(answer, QuorumResult) else QuorumResult(**answer)
         result.recover_src_manager_address = without_token(result.recover_src_manager_address)
         return result
 
@@ -171,15 +169,15 @@ class ManagerClient:
 
 
 class ManagerWay:
-    """The connection to a manager in another process. A manager of the other kind may replace it at any time.
+    """The connection to a manager in another process.
 
     Args:
         address: `http://host:port`.
-        token: the manager's; empty if it is not known, as of torchft's own.
+        fragment: what `parted` found: ftcoord's own protocol is used. Empty: torchft's, without a token.
     """
 
-    def __init__(self, address: str, token: str) -> None:
-        self._address, self._token = address, token
+    def __init__(self, address: str, fragment: str) -> None:
+        self._address, self._fragment = address, fragment
         # Any thread, as a whole: two that find the manager at the same time find the same one.
         self._calls: ManagerCalls | None = None
 
@@ -187,40 +185,41 @@ class ManagerWay:
         """Connect to the manager. Raises RuntimeError when that fails for `timeout` seconds."""
         deadline = concurrency.now() + timeout
         try:
-            place = place_of(self._address)
+            place_of(self._address)
         except ValueError as error:
             raise unreachable(self._address, timeout, error, "it is that of a manager") from None
         while True:
             try:
-                self._calls = calls_to(*place, self._token, deadline)
+                self._calls = self._connect(deadline)
                 return
             except OSError as error:
-                if isinstance(error, TokenRefused) or concurrency.now() + LOOKUP_INTERVAL >= deadline:
+                if isinstance(error, WrongKey) or concurrency.now() + LOOKUP_INTERVAL >= deadline:
                     raise unreachable(self._address, timeout, error, "its manager") from None
             concurrency.sleep(LOOKUP_INTERVAL)
 
     def call(self, call: RankCall, deadline: float) -> Any:
         """The answer to a call, which may be a Failure. Raises TimeoutError after the monotonic `deadline`."""
         try:
-            return self._call(call, deadline)
+            if self._calls is None:  # it was in this process, which it is not any more
+                self._calls = self._connect(deadline)
+            return self._calls.call(call, deadline)
         except TimeoutError:
             raise
         except OSError as error:
             return Failure("Unavailable", f"tcp connect error: {error}")
 
-    def _call(self, call: RankCall, deadline: float) -> Any:
-        if self._calls is None:  # it was in this process, which it is not any more
-            self._calls = calls_to(*place_of(self._address), self._token, deadline)
-        try:
-            return self._calls.call(call, deadline)
-        except AnotherProtocol:  # a manager of torchft's has taken the place of ours, or ours has just died
-            self._calls = NativeManager(*place_of(self._address), deadline)
-            return self._calls.call(call, deadline)
-
     def close(self) -> None:
         """Close the connection. Call it when no call is in progress."""
         if self._calls is not None:
             self._calls.close()
+
+    def _connect(self, deadline: float) -> ManagerCalls:
+        """Raises OSError."""
+        host, port = place_of(self._address)
+        if not self._fragment:
+            return NativeManager(host, port, deadline)
+        key, own_port = key_of(self._fragment)
+        return ManagerLines(host, own_port or port, key, deadline)
 
 
 def place_of(address: str) -> tuple[str, int]:
@@ -232,24 +231,11 @@ def place_of(address: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
-def calls_to(host: str, port: int, token: str, deadline: float) -> ManagerCalls:
-    """Connect to the manager that listens there. Raises OSError."""
-    try:
-        return RankSockets(host, port, token, RankSocket(host, port, token, deadline))
-    except AnotherProtocol:
-        return NativeManager(host, port, deadline)
-
-
 def call_here(group: RankGroup, call: RankCall, deadline: float) -> Any:
     """Call a manager in this process. Raises the call's error."""
-    if isinstance(call, RankRequest):
-        waiting, ask_for_all = group.quorum(call)
-        if ask_for_all is not None:
-            ask_for_all.run()
-        return group.result(waiting.wait(deadline), call)
-    if isinstance(call, TimedVote):
-        return group.vote(call.rank, call.step, call.yes).wait(deadline)
-    if isinstance(call, MetadataQuery):
-        metadata = group.metadata(call.rank).wait(deadline)
-        return RANK_NOT_FOUND if metadata is None else metadata
-    return group.kill(call.message)
+    if isinstance(call, KillOrder):
+        return group.kill(call.message)
+    waiting, to_answer, ask_for_all = group.begin(call)
+    if ask_for_all is not None:
+        ask_for_all.run()
+    return to_answer(waiting.wait(deadline))

@@ -8,19 +8,28 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ftcoord import concurrency
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.coordination.address import Job
+from ftcoord.core.death_records import KnownCause
+from ftcoord.core.history import NOT_ASKING, HistoryEvent, gone_seats, quorum_events, signed
 from ftcoord.core.layout import decided_key, member_key, member_of, roster_key
-from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide
+from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide, outlook
 from ftcoord.core.quorum_head import Roster, encode_quorum, parse_quorum, parse_roster
-from ftcoord.core.quorum_history import LateEnds, lost_seats, quorum_events, signed
-from ftcoord.core.quorum_records import Profile, QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
+from ftcoord.core.quorum_records import (
+    Profile,
+    QuorumRecord,
+    QuorumRequest,
+    ReplicaRecord,
+    digest_of,
+    encode,
+    parse_replica,
+)
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
-from ftcoord.core.verdict import Publish, Verdict, Wait
-from ftcoord.errors import EtcdError, StateError
+from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict, Wait
+from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import KeyValue
-from ftcoord.etcd.retry import UNANSWERED
 from ftcoord.primitives.group.parse_cache import ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View
+from ftcoord.primitives.group.use import Use
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +74,6 @@ class HighestSeen:
         self.highest: Highest = NOTHING_HEARD
         self._tried: Highest = NOTHING_HEARD
         self._last: QuorumRecord | None = None
-        self.before: QuorumRecord | None = None
-        """The last quorum but those that have the id of the last one."""
         self.taken: QuorumRecord | None = None
         """The last quorum that this replica took part in, as its caller was told."""
         self.answered = -1
@@ -79,8 +86,6 @@ class HighestSeen:
             if self.highest != NOTHING_HEARD:
                 check_step(key, max(quorum.number, quorum.id), self.highest.either, LARGEST_DECIDED_STEP)
             self.highest = self.highest.and_of(quorum)
-            if self._last is not None and self._last.id != quorum.id:
-                self.before = self._last
             if quorum.contradicts(self._last) or (self.taken is not self._last and quorum.contradicts(self.taken)):
                 # Of another history of etcd. Its id is not kept, or this replica would take it for its own quorum's.
                 self.highest = self.highest.and_(0, quorum.id + 1)
@@ -134,7 +139,6 @@ class QuorumPolicy:
     Args:
         prefix: the group's prefix.
         options: the job's rules.
-        heartbeat_timeout: in seconds.
         seen: numbers and ids that it knows are not given again.
         causes: returns why members are gone, by id, if a cause is known, and at which revision of etcd. Raises
             EtcdError.
@@ -145,9 +149,8 @@ class QuorumPolicy:
         self,
         prefix: str,
         options: QuorumOptions,
-        heartbeat_timeout: float,
         seen: HighestSeen,
-        causes: Callable[[Iterable[str]], Mapping[str, tuple[str, int]]] = lambda members: {},
+        causes: Callable[[Iterable[str]], Mapping[str, KnownCause]] = lambda members: {},
         wall_clock: Callable[[], float] = concurrency.wall,
     ) -> None:
         self._prefix, self._options, self._seen, self._wall_clock = prefix, options, seen, wall_clock
@@ -157,7 +160,6 @@ class QuorumPolicy:
         self._last: tuple[QuorumRecord | None, Roster | None] = None, None
         """The last result of `_read_decided`."""
         self._known: dict[str, _Heard] = {}
-        self._late = LateEnds(heartbeat_timeout)
         self._said = ""
         self._readable = ReadBack()
 
@@ -179,15 +181,8 @@ class QuorumPolicy:
             if isinstance(published, Wait):
                 return published
             self._seen.tries(record)
-            told = signed(self._events(view, previous, record), me, int(created * 1000))
-            published = replace(published, events=told)
-            if previous is not None and previous.seated.keys() != record.seated.keys():
-                self._follow(view, previous, me)  # or nobody tells how members ended whose replicas are back
-                published = replace(published, nothing_follows=False)
-            return published
-        late, look_at = self._late_ends(view, previous, me, now)
-        times = [at for at in (verdict.until, look_at) if at is not None]
-        return Wait(verdict.reason, min(times, default=None), verdict.rule, signed(late, me, int(created * 1000)))
+            return replace(published, events=signed(self._events(previous, record), me, int(created * 1000)))
+        return Wait(verdict.reason, verdict.until, verdict.rule)
 
     def _highest(self, view: View) -> Highest:
         """The highest values that may have been given. As long as the record is there its revision tells what was
@@ -201,71 +196,21 @@ class QuorumPolicy:
         is_first = not view.has_era and highest == NOTHING_HEARD
         return highest if is_first or not view.missing_at else highest.and_(view.missing_at, view.missing_at)
 
-    def _late_ends(
-        self, view: View, previous: QuorumRecord | None, me: str, now: float
-    ) -> tuple[list[HistoryEvent], float | None]:
-        """The events for the history while nothing is decided, and when to look again. Raises UNANSWERED."""
-        present = self._follow(view, previous, me) if previous is not None else None
-        if present is None:
-            return [], None
-        about = self._late.asks_for(present, now)
-        if not about:
-            return [], self._late.due
-        names = {known.candidate.request.replica_id for known in self._known.values()}
-        try:
-            causes = self._causes(about)
-        except UNANSWERED:  # ask again: nobody asks later about a member whose replica is back
-            raise
-        except EtcdError as error:
-            causes = _no_causes(error)
-        ends = self._late.ends(present, names, causes, self._words_of(view, about), now)
-        return ends, self._late.due
+    def _events(self, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
+        """The events for the history of a decision: none, at the cost of no request, in a step of the same members."""
+        gone = [seat.member for seat in gone_seats(previous, new)]
+        return quorum_events(previous, new, self._causes_of(gone), self._words_of(gone))
 
-    def _follow(self, view: View, previous: QuorumRecord, me: str) -> set[str] | None:
-        """Follow the members of the last quorum; returns the members that are present. Only the oldest member does, and
-        writes how they ended, since those that stand by see the same; None for all others."""
-        if not view.members or member_of(view.members[0].key) != me:
-            return None
-        present = {known.candidate.member for known in self._known.values()}
-        present.update(map(member_of, self._members.unreadable))
-        if self._late.begins and (before := self._seen.before) is not None:
-            # Others may have decided without the decider before this one, while its lease lived. What became of members
-            # that were gone before, the decider before this one has told.
-            known = present.union(map(member_of, view.departed))
-            self._late.follow(replace(before, seats=tuple(one for one in before.seats if one.member in known)), known)
-            self._late.follow(previous, known)
-        self._late.follow(previous, present)
-        return present
-
-    def _events(self, view: View, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
-        """The events for the history of a decision: none, at the cost of no request, in a step of the same replicas."""
-        if previous is not None and previous.id == new.id:
-            return []
-        gone = [seat.member for seat in lost_seats(previous, new)]
-        causes, words = self._causes_of(gone), self._words_of(view, gone)
-        events = quorum_events(previous, new, causes, words, self._seen.before)
-        return self._late.untold(events)
-
-    def _causes_of(self, gone: Sequence[str]) -> Mapping[str, tuple[str, int]]:
+    def _causes_of(self, gone: Sequence[str]) -> Mapping[str, KnownCause]:
         try:
             return self._causes(gone) if gone else {}
         except EtcdError as error:  # nothing is decided by it, and a step may be waiting
-            return _no_causes(error)
+            log.debug("the causes of death of members that are gone cannot be read: %s", error)
+            return {}
 
-    def _words_of(self, view: View, gone: Iterable[str]) -> dict[str, str]:
-        return {member: word for member in gone if (word := self._word_of(view, member)) is not None}
-
-    def _word_of(self, view: View, member: str) -> str | None:
-        """Why a member is not in the next quorum, as it says itself; None if it gave no reason."""
-        key = member_key(self._prefix, member)
-        if key in self._known:
-            return self._known[key].record.leaving or "it is there, and did not ask"
-        last = view.departed.get(key)
-        try:
-            said = parse_replica(last.key, last.value).leaving if last is not None else ""
-        except StateError:
-            return None
-        return said or None
+    def _words_of(self, gone: Iterable[str]) -> dict[str, str]:
+        """Of members that are not in the next quorum, those that are there."""
+        return {member: NOT_ASKING for member in gone if member_key(self._prefix, member) in self._known}
 
     def _encoded(self, decision: Publish[QuorumRecord], known: Roster | None) -> Publish[bytes]:
         """The same decision, encoded for etcd."""
@@ -320,6 +265,121 @@ def _candidate(
     return QuorumCandidate.of(member, record, profiles, since, kv.create_revision, asked_at, kv.mod_revision)
 
 
-def _no_causes(error: EtcdError) -> Mapping[str, tuple[str, int]]:
-    log.debug("why members are gone cannot be told: %s", error)
-    return {}
+UNNUMBERED: Final = -1
+"""The `asked` of a new request, which gets its number when it is stamped."""
+
+
+class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
+    """The quorums of one job, as one replica asks for them.
+
+    A new request is written without its profile if the last quorum has the same one, and the request before was
+    answered. If the outlook then says that the profile is unknown, the request is written in full. A request that waits
+    is also written in full when it is repeated: others may have missed the quorum that has its
+    profile, and somebody may have deleted that. If several calls wait, the last one's request counts for all of them:
+    an earlier call that has to write again writes that one.
+
+    Args:
+        job: the job and its rules.
+        replica_id: the replica's name.
+        causes: see `QuorumPolicy`.
+    """
+
+    has_roster = True
+
+    def __init__(
+        self,
+        job: Job,
+        replica_id: str,
+        causes: Callable[[Iterable[str]], Mapping[str, KnownCause]],
+    ) -> None:
+        self._job, self._replica_id, self._causes = job, replica_id, causes
+        self._seen = HighestSeen()
+        # The numbers of requests: the last one, written by `stamp`, and the last one that needs no answer any more,
+        # written by `nobody_asks`. Both only grow, and no request is stamped before its call is counted.
+        self._asked = self._closed = 0
+        self._last: ReplicaRecord | None = None
+        """The request with the number `_asked`; only `stamp`."""
+        self._writes = 0
+
+    @property
+    def prefix(self) -> str:
+        return self._job.prefix
+
+    def policy(self) -> QuorumPolicy:
+        job = self._job
+        return QuorumPolicy(self.prefix, job.options, self._seen, self._causes)
+
+    def parse(self, key: str, value: bytes) -> QuorumRecord:
+        return self.parse_with_roster(key, value, None)
+
+    def parse_with_roster(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
+        return self._seen.read(key, value, roster)
+
+    def takes(self, quorum: QuorumRecord, asked: int) -> None:
+        """The replica takes part in this quorum, which answers its request number `asked`: its caller is told of it."""
+        self._seen.takes(quorum, asked)
+
+    # For each replica at each step: a record is made by its class, since `replace` takes several times as long.
+
+    def stamp(self, ask: ReplicaRecord) -> ReplicaRecord:
+        self._writes += 1
+        if ask.asked == UNNUMBERED:
+            is_known = self._seen.answered == self._asked and self._seen.has_profile_of(ask.request)
+            self._asked += 1
+            profile = digest_of(ask.request.profile) if is_known else ""
+            now = self._seen.highest
+            said = (self._asked, now.id, self._writes, profile, now.number, self._job.min_replicas)
+            self._last = ReplicaRecord(ask.request, *said)
+            return self._last
+        if self._last is not None and 0 < ask.asked < self._asked:
+            ask = self._last  # else nobody would know of the last request any longer
+        now, profile = self._seen.highest, ask.profile if ask.asked <= self._closed else ""
+        said = (ask.asked, now.id, self._writes, profile, now.number, self._job.min_replicas)
+        return ReplicaRecord(ask.request, *said)
+
+    def encode(self, ask: ReplicaRecord) -> bytes:
+        """An answered request is encoded as none, also when a new member repeats it."""
+        asked, now = ask.asked if ask.asked > self._closed else 0, self._seen.highest
+        if (asked, now.id, now.number) != (ask.asked, ask.after, ask.heard):  # a record that is written again, later
+            said = (asked, now.id, ask.beat, ask.profile, now.number, ask.min_replicas)
+            ask = ReplicaRecord(ask.request, *said)
+        return encode(ask)
+
+    def nobody_asks(self) -> None:
+        self._closed = self._asked
+
+    def rank(self, record: QuorumRecord, me: Sequence[str]) -> int | None:
+        return next((rank for rank, seat in enumerate(record.seats) if seat.member in me), None)
+
+    def outlook(self, record: QuorumRecord | None, me: Sequence[str], ask: ReplicaRecord) -> Outlook[ReplicaRecord]:
+        shortened = ask.request if ask.profile else None
+        found = outlook(record, me, self._replica_id, ask.asked, shortened, self._seen.taken)
+        if found.next is not Next.WRITE:
+            return found
+        again = replace(ask, asked=UNNUMBERED) if found.standing is Standing.MISSED else replace(ask, profile="")
+        return Outlook(found.standing, found.next, again)
+
+
+def idle(request: QuorumRequest) -> ReplicaRecord:
+    """What a replica writes while it asks for nothing."""
+    return ReplicaRecord(request, 0, 0, 0)
+
+
+def nothing_of(replica_id: str) -> QuorumRequest:
+    """The request of a replica that has none."""
+    return QuorumRequest(
+        replica_id=replica_id,
+        address="",
+        store_address="",
+        step=0,
+        world_size=0,
+        shrink_only=False,
+        data="",
+        commit_failures=0,
+        handles=(),
+    )
+
+
+def asking(request: QuorumRequest) -> ReplicaRecord:
+    """What a replica writes to ask for the next quorum."""
+    return ReplicaRecord(request, UNNUMBERED, 0, 0)

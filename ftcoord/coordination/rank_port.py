@@ -1,336 +1,277 @@
-"""The port of a manager: one TCP port for ftcoord's own ranks and torchft's native ones.
+"""How ranks and peers call one of ftcoord's managers: their calls as frames, the manager's port, and their lines to it.
 
-An event loop on one thread serves all connections, so a waiting call costs no thread. The first bytes of a connection
-show its kind. Those of ftcoord's ranks have the manager's token in them; a connection without it is closed. torchft's
-native ranks have none to show, so they are served only if the job's address says so (`native=1`): their bytes are
-forwarded to a gRPC server, see `native_ranks`.
+A caller makes one call at a time on a connection: a frame with the call, and a frame with the answer. Closing the
+connection withdraws the call. In the manager's process there is no socket: see `RankGroup.at`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import hmac
-import logging
+import json
 import math
-import os
 import socket
-import sys
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ftcoord import concurrency, fork
-from ftcoord.coordination.askers import Askers
-from ftcoord.coordination.crowd import Crowd, Unfinished
-from ftcoord.coordination.native_ranks import NativeRanks
-from ftcoord.coordination.rank_connection import RankConnection
-from ftcoord.coordination.rank_frames import (
-    GREETING_SIZE,
-    HELLO,
-    LARGEST_MESSAGE,
-    WELCOME,
-    WRONG_TOKEN,
-    greeting,
+from ftcoord import concurrency
+from ftcoord.coordination.checks import KNOWN, TEN_YEARS, TRANSPORT_ERROR, Failure
+from ftcoord.coordination.port import LARGEST_FRAME, Frame, Line, Peer, Port, WrongKey
+from ftcoord.coordination.ranks import (
+    GroupAsk,
+    KillOrder,
+    MetadataQuery,
+    NoSuchRank,
+    RankCall,
+    RankGroup,
+    RankRequest,
+    TimedVote,
+    WaitingCall,
 )
-from ftcoord.coordination.rank_group import RankGroup
-from ftcoord.coordination.splice import SpliceEnd
-from ftcoord.coordination.tcp import keep_alive
+from ftcoord.coordination.types import QuorumResult, result_fields
+from ftcoord.core.strict import build, dump, load
+from ftcoord.errors import StateError, ThreadNotStarted
+from ftcoord.pool import DaemonPool
 
-log = logging.getLogger(__name__)
-
-HTTP2: Final = b"PRI * HTTP/2.0"
-"""The first bytes of a gRPC connection."""
-GREETING_TIMEOUT: Final = 20.0
-"""Seconds that a connection may stay open without a greeting."""
-FRAME_TIMEOUT: Final = 20.0
-"""Seconds that a call may take from its first byte to its last."""
-# The most connections of each kind, and bytes of unfinished calls: so many, and so many for each rank. See `crowd`.
-MOST_NEWCOMERS: Final = (128, 2)
-"""Without a greeting. More than are accepted in some turns of the loop: their greetings were not looked for yet."""
-MOST_IDLE: Final = (256, 4)
-"""With a greeting, but without a call in progress: of ranks, and of peers that heal from this group."""
-MOST_NATIVE: Final = (64, 4)
-"""Of native ranks and peers. Each of them takes two file descriptors or three."""
-MOST_UNFINISHED: Final = (8 * LARGEST_MESSAGE, 64 * 1024)
-ACCEPTED_AT_ONCE: Final = 32
-"""Connections that are accepted in one turn of the loop."""
-REPEAT_INTERVAL: Final = 60.0
-"""Seconds until a persistent system error is logged again."""
-BACKLOG: Final = 1024
+ASK_THREADS: Final = 64
+"""The most requests of a group in progress: usually one, and a few more whose ranks have given up."""
+_WHERE: Final = "a rank's call"
+_HINT: Final = (
+    "torchft's own classes reach a manager only if the job's address has native=1, and everyone who reaches that port"
+    " is served then"
+)
 
 
-def listen(bind: str) -> socket.socket:
-    """A socket that listens at `host:port` or `[address]:port`; `[::]` includes IPv4.
+# -- calls and answers -------------------------------------------------------------------------------------------------
 
-    Raises RuntimeError with torchft's text.
-    """
-    host, colon, port = bind.rpartition(":")
-    if not colon or not host:
-        raise RuntimeError(f"invalid socket address {bind!r}; write it as [::]:29512 or 0.0.0.0:29512")
-    if not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise RuntimeError(f"invalid port value in {bind!r}; it is a number from 0 to 65535")
+
+_CALLS: Final[Mapping[str, type[RankCall]]] = {"q": RankRequest, "v": TimedVote, "m": MetadataQuery, "k": KillOrder}
+_KINDS: Final = {kind: name for name, kind in _CALLS.items()}
+_ANSWER: Final = "r"
+_FAILURE: Final = "f"
+
+
+def encode_call(call: RankCall) -> Frame:
+    """The frame of a call."""
+    return Frame(_KINDS[type(call)], dump(call))
+
+
+def parse_call(frame: Frame) -> RankCall:
+    """The call of a frame. Raises ValueError for one that no rank of this version sends."""
+    kind = _CALLS.get(frame.kind)
+    if kind is None:
+        raise ValueError(f"there is no call {frame.kind!r}")
     try:
-        return _bound(host.removeprefix("[").removesuffix("]"), int(port))
-    except OSError as error:
-        if isinstance(error, socket.gaierror) or not error.errno:  # its numbers are no errnos
-            raise RuntimeError(f"cannot listen on {bind}: {error}") from None
-        raise RuntimeError(f"cannot listen on {bind}: {os.strerror(error.errno)} (os error {error.errno})") from None
+        call = build(kind, _WHERE, load(_WHERE, frame.payload))
+    except StateError as error:
+        raise ValueError(str(error)) from None
+    if isinstance(call, RankRequest | TimedVote) and not 0 <= call.timeout <= TEN_YEARS:  # nor may it be no number
+        raise ValueError(f"a call cannot wait for {call.timeout} seconds")
+    return call
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    if host == "::" and not socket.has_dualstack_ipv6():
-        host = "0.0.0.0"
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    dual = family == socket.AF_INET6 and host == "::"
-    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=dual)
-    keep_alive(listener)  # what it accepts inherits this
-    fork.hide(listener.fileno())
-    return listener
+def encode_answer(answer: Any) -> Frame:
+    """The frame of an answer: JSON, or a Failure. An answer that is too long becomes a Failure."""
+    if isinstance(answer, Failure):
+        return Frame(_FAILURE, json.dumps([answer.code, answer.message]).encode())
+    if isinstance(answer, QuorumResult):
+        answer = result_fields(answer)
+    payload = json.dumps(answer, separators=(",", ":")).encode()
+    if len(payload) > LARGEST_FRAME:
+        return encode_answer(Failure("OutOfRange", f"the answer has {len(payload)} bytes, above {LARGEST_FRAME}"))
+    return Frame(_ANSWER, payload)
 
 
-def stop_listening(listener: socket.socket) -> None:
-    """Close a socket from `listen`. Idempotent."""
-    fork.unhide(listener.fileno())
-    listener.close()
+def parse_answer(frame: Frame) -> Any:
+    """The answer in a frame, which may be a Failure. Raises ValueError."""
+    try:
+        told = json.loads(frame.payload)
+        if frame.kind == _ANSWER:
+            return told
+        code, message = told
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"this is no answer: {error!r}") from None
+    return Failure(str(code), str(message))
+
+
+# -- at the manager ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that waits, until when on the monotonic clock, and what its outcome means for the caller."""
+
+    waiting: WaitingCall[Any]
+    until: float
+    to_answer: Callable[[Any], object]
 
 
 class RankPort:
-    """Serves the calls that arrive at a listening socket, which it owns, until `close()`.
+    """Serves the calls that arrive at a listening socket, which it owns, until `close()`. What is no call closes its
+    connection.
 
     Args:
-        listener: see `listen`.
+        listener: see `port.listen`.
         group: the ranks.
-        token: what ftcoord's own ranks and peers must show.
-        native: whether torchft's own are served; they show nothing.
-        failed: called when its thread fails.
+        key: what ranks and peers must know.
+        failed: called when one of its threads fails.
     """
 
     def __init__(
-        self,
-        listener: socket.socket,
-        group: RankGroup,
-        token: str,
-        native: bool,
-        failed: Callable[[BaseException], None],
+        self, listener: socket.socket, group: RankGroup, key: bytes, failed: Callable[[BaseException], None]
     ) -> None:
-        self._group, self._failed, self._greeting, self._serves_native = group, failed, greeting(token), native
-        self._has_refused_native = False  # only the loop's thread
-        self._refusals: set[str] = set()  # the kinds that were logged; only the loop's thread
-        self._native, self._askers = NativeRanks(group), Askers(self._call_soon)
-        self._open: set[asyncio.Transport] = set()  # only the loop's thread, as all of asyncio's objects
-        ranks = group.world_size
-        self._newcomers, self._idle, self._natives = (
-            Crowd(most + each * ranks) for most, each in (MOST_NEWCOMERS, MOST_IDLE, MOST_NATIVE)
-        )
-        self._unfinished = Unfinished(MOST_UNFINISHED[0] + MOST_UNFINISHED[1] * ranks, FRAME_TIMEOUT)
-        self._listener, self._loop, self._errors = listener, asyncio.new_event_loop(), _ErrorLog()
-        self._loop.set_exception_handler(self._errors)
-        # Any thread adds, one step of a deque at a time; two that wake the loop at the same time do so once too often.
-        self._due: deque[Callable[[], None]] = deque()
-        self._is_woken = False
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._loop.close)
-            make = partial(_Newcomer, self._loop, self._watch_end, self._greet)
-            made = self._loop.create_server(make, sock=listener, backlog=ACCEPTED_AT_ONCE)
-            self._server = self._loop.run_until_complete(made)
-            listener.listen(BACKLOG)  # asyncio has set its own, smaller one: so many it accepts at a time
-            self._thread = concurrency.thread(self._run, "ftcoord-ranks")
-            self._thread.start()
-            undo.pop_all()
+        self._group, self._failed = group, failed
+        self._calls: dict[Peer, _Call] = {}  # only the port's thread
+        self._asks = DaemonPool(ASK_THREADS, "ftcoord-ask")
+        self._port = Port(listener, key, self, name="ftcoord-ranks", hint=_HINT, failed=failed)
 
     def close(self) -> None:
-        """Close all connections, and stop listening: before this returns, unless the loop's thread calls it.
-        Idempotent."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        if self._thread is not concurrency.current_thread():
-            self._thread.join()
+        """Close all connections, and stop listening. Idempotent."""
+        self._port.close()
+        self._asks.close(wait=False)  # a request that is in progress ends when the replica leaves, after this
 
-    def _call_soon(self, function: Callable[[], None]) -> None:
-        """Call a function on the loop's thread: at once if this is that thread, else soon; never after the end."""
-        if self._thread is concurrency.current_thread():
-            function()
+    # -- on the port's thread ------------------------------------------------------------------------------------------
+
+    def handle(self, batch: Sequence[tuple[Peer, Frame | None]]) -> None:
+        """First withdraw, then call: a vote must not count with one that was withdrawn before it came."""
+        over = {peer for peer, frame in batch if frame is None}
+        for peer in over:
+            self._withdraw(peer)
+        for peer, frame in batch:
+            if frame is not None and peer not in over and peer.is_open:
+                self._begin(peer, frame)
+
+    def tick(self) -> float:
+        """Answer the calls whose time is over."""
+        now = concurrency.now()
+        for peer, call in [*self._calls.items()]:
+            if call.until <= now:
+                call.until = math.inf  # else the outcome is about to come
+                if call.waiting.leave():
+                    self._answer(peer, Failure("Cancelled", "the other ranks did not come in time"))
+        return min((call.until for call in self._calls.values()), default=math.inf)
+
+    def _withdraw(self, peer: Peer) -> None:
+        call = self._calls.pop(peer, None)
+        if call is not None:
+            call.waiting.leave()
+
+    def _begin(self, peer: Peer, frame: Frame) -> None:
+        # A rank that has its answer has read all of it. One that reads none must not have answers pile up here.
+        if peer in self._calls or peer.unsent:
+            self._refuse(peer, "it made a call before it had the answer to the last one")
             return
-        self._due.append(function)
-        if not self._is_woken:  # one wake for all ranks that a quorum answers: else the loop runs after each of them
-            self._is_woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and all connections with it
-                self._loop.call_soon_threadsafe(self._do_due)
-
-    def _do_due(self) -> None:
-        self._is_woken = False  # first: what is added from now on may be seen below, and wakes the loop once more
-        while self._due:
-            self._loop.call_soon(self._due.popleft())  # each by itself: one that fails must not keep the others back
-
-    def _run(self) -> None:
         try:
-            self._loop.run_forever()
-        finally:
-            failure = sys.exc_info()[1]
-            try:
-                self._end()
-            finally:  # what fails once may fail again: the owner hears of it all the same
-                if failure is not None:
-                    self._failed(failure)
+            self._make(peer, parse_call(frame))
+        except NoSuchRank as error:
+            self._answer(peer, Failure("InvalidArgument", str(error)))
+        except ValueError as error:
+            self._refuse(peer, str(error))
 
-    def _end(self) -> None:
-        fork.unhide(self._listener.fileno())
-        self._server.close()  # and the listener
-        for transport in self._open:
-            transport.abort()
-        self._loop.run_until_complete(_let_transports_end())
-        self._askers.close()
-        self._native.close()
-        self._loop.close()
+    def _refuse(self, peer: Peer, why: str) -> None:
+        self._withdraw(peer)
+        self._port.close_peer(peer, why)
 
-    # -- on the loop's thread -------------------------------------------------------------------------------------
-
-    def _greet(self, transport: asyncio.Transport, said: bytes, on_end: Callable[[], None]) -> bool:
-        """Hand a connection to its protocol, if the bytes received show which one; returns whether they do."""
-        if said.startswith(HELLO):
-            return len(said) >= GREETING_SIZE and self._welcome(transport, said, on_end)
-        if said.startswith(HTTP2):
-            if not self._serves_native:
-                self._refuse_native(transport)
-                return False
-            self._newcomers.forget(transport)
-            self._natives.note(transport)
-            end = SpliceEnd(on_end, partial(self._natives.note, transport))
-            transport.set_protocol(end)
-            end.connection_made(transport)
-            task = self._loop.create_task(self._join_native(end, said))
-            end.tasks.add(task)
-            task.add_done_callback(end.tasks.discard)
-            return True
-        if not (HELLO.startswith(said) or HTTP2.startswith(said)):
-            self._note_refused("its protocol is neither torchft's nor ftcoord's")
-            transport.abort()
-        return False
-
-    def _welcome(self, transport: asyncio.Transport, said: bytes, on_end: Callable[[], None]) -> bool:
-        if not hmac.compare_digest(said[:GREETING_SIZE], self._greeting):
-            self._note_refused("it did not show this manager's token")
-            transport.write(WRONG_TOKEN)
-            transport.close()
-            return False
-        self._newcomers.forget(transport)
-        self._idle.note(transport)
-        transport.write(WELCOME)
-        rank = RankConnection(
-            self._group, transport, self._call_soon, self._askers.ask, on_end, self._idle, self._unfinished
-        )
-        transport.set_protocol(rank)
-        rank.data_received(said[GREETING_SIZE:])
-        return True
-
-    def _note_refused(self, why: str) -> None:
-        """Log it; at DEBUG from the second time on, or a stranger could fill the log of a training process."""
-        log.log(logging.DEBUG if why in self._refusals else logging.INFO, "a connection was closed: %s", why)
-        self._refusals.add(why)
-
-    def _refuse_native(self, transport: asyncio.Transport) -> None:
-        transport.abort()
-        if not self._has_refused_native:
-            self._has_refused_native = True
-            log.warning(
-                "a connection of torchft's own classes was closed: a manager of ftcoord serves them only if the job's"
-                " address has native=1, and then serves everyone who reaches its port"
-            )
-
-    async def _join_native(self, rank: SpliceEnd, said: bytes) -> None:
-        """Connect a native rank to the gRPC server. Bytes that it sends meanwhile wait."""
-        assert rank.transport is not None
-        try:
-            service = await self._native.connect(self._loop, lambda: SpliceEnd(lambda: None))
-        except OSError as error:
-            self._errors.note("a native rank was not served", error)
-            rank.transport.abort()
+    def _make(self, peer: Peer, call: RankCall) -> None:
+        if isinstance(call, KillOrder):
+            self._answer(peer, self._group.kill(call.message))
             return
-        rank.join(service, said)
+        waiting, to_answer, ask_for_all = self._group.begin(call)
+        # Who asks for metadata closes the connection when its time is over.
+        until = math.inf if isinstance(call, MetadataQuery) else concurrency.now() + call.timeout
+        self._calls[peer] = _Call(waiting, until, to_answer)
+        # On whichever thread completes it, which may hold that of another rank up: so it only wakes the port.
+        waiting.outcome.add_done_callback(lambda _: self._port.submit(partial(self._complete, peer, waiting)))
+        if ask_for_all is not None:
+            self._ask(ask_for_all)
 
-    def _watch_end(self, transport: asyncio.Transport) -> Callable[[], None]:
-        """Note a new connection; returns the function to call when it ends."""
-        self._open.add(transport)
-        self._newcomers.note(transport)
-        descriptor = transport.get_extra_info("socket").fileno()
-        fork.hide(descriptor)
+    def _ask(self, ask_for_all: GroupAsk) -> None:
+        """Ask for the group's quorum on a thread of its own, which waits for the next one: to start one takes long."""
+        try:
+            self._asks.submit(ask_for_all.run).add_done_callback(self._note_end)
+        except ThreadNotStarted as error:
+            ask_for_all.fail(error)
 
-        def ended() -> None:
-            fork.unhide(descriptor)
-            self._open.discard(transport)
-            for crowd in (self._newcomers, self._idle, self._natives):
-                crowd.forget(transport)
+    def _note_end(self, asked: Future[None]) -> None:
+        error = asked.exception()
+        if error is not None:
+            self._failed(error)
 
-        return ended
+    def _complete(self, peer: Peer, waiting: WaitingCall[Any]) -> None:
+        call = self._calls.get(peer)
+        if call is None or call.waiting is not waiting:
+            return  # it has expired, or the caller has gone
+        try:
+            answer = call.to_answer(waiting.outcome.result())
+        except (*KNOWN, RuntimeError) as error:
+            answer = Failure.of(error)
+        self._answer(peer, answer)
 
-
-class _Newcomer(asyncio.Protocol):
-    """A connection whose kind is not known yet."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        watch_end: Callable[[asyncio.Transport], Callable[[], None]],
-        greet: Callable[[asyncio.Transport, bytes, Callable[[], None]], bool],
-    ) -> None:
-        self._loop, self._watch_end, self._greet, self._said = loop, watch_end, greet, b""
-        self._on_end: Callable[[], None] = lambda: None
-        self._transport: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self._on_end = transport, self._watch_end(transport)
-        self._timer = self._loop.call_later(GREETING_TIMEOUT, transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        assert self._transport is not None
-        self._said += data
-        if self._greet(self._transport, self._said, self._on_end):
-            self._stop_timer()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._stop_timer()
-        self._on_end()
-
-    def _stop_timer(self) -> None:
-        assert self._timer is not None
-        self._timer.cancel()
+    def _answer(self, peer: Peer, answer: object) -> None:
+        self._calls.pop(peer, None)
+        peer.send(*encode_answer(answer))
 
 
-async def _let_transports_end() -> None:
-    """Give transports the next turns of the loop to report that they end, and to close; connections in progress are
-    given up."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for _ in range(2):  # one that is lost closes the one that it is joined to
-        await asyncio.sleep(0)
+# -- at the rank -------------------------------------------------------------------------------------------------------
 
 
-class _ErrorLog:
-    """Logs an error of one connection, which asyncio has closed; the others continue.
+class ManagerLines:
+    """As many lines to a manager in another process as there are calls in progress. Thread-safe: it only takes from a
+    list and adds to it. The first line is made at once.
 
-    If the process has no file descriptor left, asyncio reports that a hundred times a second; this logs it once a
-    minute. Errors of the system explain themselves, so they are logged without a traceback.
+    Args:
+        host, port, key: the manager's.
+        deadline: on the monotonic clock, for the first line.
+
+    Raises TimeoutError; WrongKey; or another OSError when no manager of ftcoord's listens there.
     """
 
-    def __init__(self) -> None:
-        self._said: dict[str, float] = {}  # when each text was logged last; they are few, and asyncio's
+    def __init__(self, host: str, port: int, key: bytes, deadline: float) -> None:
+        self._host, self._port, self._key = host, port, key
+        self._idle = [self._connect(deadline)]
 
-    def __call__(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error, text = context.get("exception"), str(context.get("message"))
-        if not isinstance(error, OSError):
-            log.error("a connection of a rank failed: %s", text, exc_info=error)
-            return
-        self.note(f"a connection of a rank failed: {text}", error)
+    def call(self, call: RankCall, deadline: float) -> Any:
+        """The answer to a call, which may be a Failure: TRANSPORT_ERROR if the manager goes away meanwhile.
 
-    def note(self, text: str, error: OSError) -> None:
-        """Log an error of the system, unless the same was logged a short time ago."""
-        now = concurrency.now()
-        if now - self._said.get(text, -math.inf) >= REPEAT_INTERVAL:
-            self._said[text] = now
-            log.error("%s: %s. The manager goes on without it", text, error)
+        Raises OSError when there is no line to the manager, and TimeoutError after the monotonic `deadline`.
+        """
+        frame = encode_call(call)
+        if len(frame.payload) > LARGEST_FRAME:
+            return Failure("OutOfRange", f"the call has {len(frame.payload)} bytes, above the limit of {LARGEST_FRAME}")
+        line = self._take(deadline)
+        with ExitStack() as undo:
+            undo.callback(line.close)  # which withdraws the call
+            try:
+                line.send(*frame, deadline)
+                answer = parse_answer(line.receive(deadline))
+            except (ConnectionError, ValueError):
+                return TRANSPORT_ERROR
+            undo.pop_all()
+        self._idle.append(line)
+        return answer
+
+    def close(self) -> None:
+        """Close all lines. Call it when no call is in progress."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _take(self, deadline: float) -> Line:
+        while True:
+            try:
+                line = self._idle.pop()
+            except IndexError:
+                return self._connect(deadline)
+            if line.is_quiet:
+                return line
+            line.close()
+
+    def _connect(self, deadline: float) -> Line:
+        try:
+            return Line(self._host, self._port, self._key, deadline)
+        except WrongKey:
+            raise WrongKey(
+                "the manager there requires another token: take the address from ManagerServer.address() as it is, or"
+                " from the last quorum in this process"
+            ) from None

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.use import QuorumUse, asking, idle, nothing_of
-from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
-from ftcoord.core.layout import death_key, member_id, member_of, members_span
-from ftcoord.core.outlook import Standing
-from ftcoord.core.quorum_history import FAILED_COMMITS, attendance, failing
+from ftcoord.coordination.policy import QuorumUse, asking, idle, nothing_of
+from ftcoord.core.death_records import Death
+from ftcoord.core.layout import member_of, members_span
+from ftcoord.core.quorum import FAILED_COMMITS, attendance, failing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
 from ftcoord.core.quorum_records import encode as encode_replica
+from ftcoord.core.verdict import Standing
 from ftcoord.errors import (
     EtcdError,
     EtcdUnavailable,
@@ -28,13 +28,14 @@ from ftcoord.errors import (
     ServerError,
     StateError,
 )
-from ftcoord.etcd.api import Etcd, Get, Put
+from ftcoord.escaping import named
+from ftcoord.etcd.api import Etcd, Get
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.logs import ending, log_change, named
+from ftcoord.logs import ending, log_change
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.deaths import causes_known, causes_of
 from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
-from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken
+from ftcoord.primitives.group.pace import Look
 from ftcoord.primitives.group.participant import Participant
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ LINE_INTERVAL: Final = 30.0
 """Seconds between two such lines of a call."""
 LINES_PER_SECOND: Final = 100
 """The most replicas of a job that log this in a second: all may begin to wait at the same time."""
+LAST_READ_TIMEOUT: Final = 1.0
+"""Seconds that a read of the other replicas may take when a call's time is over."""
 MEMBERS_READ: Final = 100
 """The most members that are read for such a line; of more it has only the number."""
 
@@ -72,7 +75,6 @@ class Replica:
         replica_id: its name. Several members with one name are one replica: the last request counts for all of them.
         keeps_lease: whether its lease is kept alive between calls. If not, each call counts as one beat.
         dies_with_process: whether it is gone when this process dies. If not, its lease expires.
-        takeover: shared by all replicas of this process.
         timeout: seconds for each request to etcd.
     """
 
@@ -84,12 +86,10 @@ class Replica:
         *,
         keeps_lease: bool,
         dies_with_process: bool = True,
-        takeover: TakeoverToken | None = None,
         timeout: float = 5.0,
     ) -> None:
         self.replica_id = replica_id
         self._etcd, self._job, self._timeout = etcd, job, timeout
-        self._takeover = takeover or TakeoverToken()
         self._warned = False  # the same: whether commits failed when it asked last
         self._last: QuorumRecord | None = None  # any thread that asks: it only matters to a log line
         causes = partial(causes_known, etcd, job.prefix, timeout=CAUSE_TIMEOUT)
@@ -103,8 +103,6 @@ class Replica:
                 timeout,
                 keeps_lease=keeps_lease,
                 dies_with_process=dies_with_process,
-                history_ttl=job.history_ttl,
-                name=replica_id,
             ),
         )
 
@@ -140,7 +138,7 @@ class Replica:
             raise TimeoutError("the caller went away")
         beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, request)
         until = deadline, gone or concurrency.event()
-        pace = _QuorumPace(self._participant, self._job, self._takeover, beats, *until, self._log_waiting)
+        pace = _QuorumPace(self._participant, beats, *until, self._log_waiting, self._why_none)
         answered, began = False, concurrency.now()
         try:
             with _in_time(self.replica_id):
@@ -155,7 +153,6 @@ class Replica:
             self._log_failures(quorum, request)
             return quorum
         finally:
-            pace.end()
             if not answered:
                 metrics.QUORUM_FAILURES.add(self._job.name)
                 self._participant.withdraw(idle(request))
@@ -178,27 +175,16 @@ class Replica:
         self._participant.wait_for(lambda: not self._participant.joined, timeout)
 
     def leave(self, timeout: float, cause: str = "") -> None:
-        """Leave at once, and say so; or with a `cause`, write that it died of that. Idempotent; takes at most `timeout`
-        seconds, and does not raise, if etcd is unreachable."""
+        """Leave at once, and write that it left; or with a `cause`, that it died of that. Idempotent; takes at most
+        `timeout` seconds, and does not raise, if etcd is unreachable."""
         within = TimeLimit.of(timeout)
         self._participant.stop()
-        if cause and self._participant.joined:
-            self._write_death(cause, within)
-        elif self._participant.joined:
-            word = replace(idle(nothing_of(self.replica_id)), leaving=LEFT)
-            until = within.deadline - TAKE_BACK_TIMEOUT  # then its lease is given up, which counts for more
-            self._participant.withdraw(word, min(timeout, WORD_TIMEOUT), for_all=True, until=until)
+        if self._participant.joined:
+            death = Death(cause or LEFT, int(concurrency.wall() * 1000), left=not cause)
+            # The rest is for the lease: giving that up counts for more.
+            word = TimeLimit(WORD_TIMEOUT, within.deadline - TAKE_BACK_TIMEOUT)
+            self._participant.farewell(idle(nothing_of(self.replica_id)), death, word)
         self._participant.leave(within.left())
-
-    def _write_death(self, cause: str, within: TimeLimit) -> None:
-        """Before its lease ends: whoever sees that reads the cause."""
-        value = encode(Death(cause, int(concurrency.wall() * 1000)))
-        key = death_key(self._job.prefix, member_id(self.lease))
-        try:
-            grave = self._etcd.grant(REMEMBERED_FOR, timeout=min(within.left(), WORD_TIMEOUT)).id
-            self._etcd.txn([], [Put(key, value, grave)], timeout=min(within.left(), WORD_TIMEOUT))
-        except EtcdError as error:
-            log.debug("why replica %r is gone is not written: %s", self.replica_id, error)
 
     def orphan(self) -> None:
         """Stop taking part, without revoking: for the others it is alive until its lease expires. Idempotent."""
@@ -254,6 +240,15 @@ class Replica:
         text = f"job {run!r}: replica {me} waits for a quorum: {there}; {ending(deadline)}"
         log_change(log, text, run=run, replica=me, reason=there)
 
+    def _why_none(self, record: QuorumRecord | None) -> str:
+        """Why a call gets no quorum. Only the decider knows it all; others read who asks, at the cost of a request."""
+        if reason := self._participant.reason:
+            return reason
+        try:
+            return self._who_asks(record, LAST_READ_TIMEOUT)
+        except EtcdError as error:
+            return f"cannot tell who asks: {error}"
+
     def _who_asks(self, record: QuorumRecord | None, timeout: float) -> str:
         found = self._etcd.range(Get(members_span(self._job.prefix), limit=MEMBERS_READ), timeout=timeout)
         if found.count > MEMBERS_READ:
@@ -278,6 +273,7 @@ class _QuorumPace:
 
     Args:
         waits: logs for what the call waits, given the last quorum and the deadline.
+        why_none: returns why there is no quorum, given the last one.
     """
 
     crowd = 1
@@ -285,50 +281,42 @@ class _QuorumPace:
     def __init__(
         self,
         participant: Participant[QuorumRecord, ReplicaRecord],
-        job: Job,
-        token: TakeoverToken,
         beats: _WaitingBeats,
         deadline: float,
         gone: concurrency.Event,
         waits: Callable[[QuorumRecord | None, float], None],
+        why_none: Callable[[QuorumRecord | None], str],
     ) -> None:
         self.deadline, self.gone = deadline, gone
-        self._fewest, self._beats = job.min_replicas, beats
-        self._takeover, self._participant = Takeover(participant, token), participant
-        self._waits = waits
+        self._draw = random.random()
+        self._beats = beats
+        self._participant, self._waits, self._why_none = participant, waits, why_none
         self._line_at = concurrency.now() + FIRST_LINE if log.isEnabledFor(logging.INFO) else math.inf
 
     def see(self, look: Look[QuorumRecord, ReplicaRecord]) -> Standing:
-        seats = len(look.record.seats) if look.record else self._fewest
-        self._takeover.see(look.record, seats, waits=look.standing is not Standing.ANSWERED)
         return look.standing
 
     def wake_at(self, standing: Standing) -> float:
         if self.gone.is_set():
             return 0.0
-        return min(self.deadline, self._takeover.at(), self._beats.at, self._line_at + self._turn)
+        return min(self.deadline, self._beats.at, self._line_at + self._turn)
 
     @property
     def _turn(self) -> float:
-        """By how many seconds this call logs later than that of the first replica in line."""
-        member = self._participant.member
-        return min(member.group.place / LINES_PER_SECOND, LINE_INTERVAL) if member else 0.0
+        """By how many seconds this call logs later than those of other replicas."""
+        quorum = self._participant.record
+        return min(self._draw * len(quorum.seats) / LINES_PER_SECOND, LINE_INTERVAL) if quorum else 0.0
 
     def tick(self, look: Look[QuorumRecord, ReplicaRecord]) -> None:
         """Raises TimeoutError."""
         if concurrency.now() >= self.deadline or self.gone.is_set():
-            why = self._takeover.reason
+            why = "" if self.gone.is_set() else self._why_none(look.record)
             raise TimeoutError(f"no quorum was decided in time{why and ': '}{why}")
         self._beats.tick(self.deadline)
-        self._takeover.tick()
         if concurrency.now() >= self._line_at + self._turn:
             self._line_at = concurrency.now() + LINE_INTERVAL - self._turn
             if look.standing is Standing.PENDING:
                 self._waits(look.record, self.deadline)
-
-    def end(self) -> None:
-        """Leave the decision to others again."""
-        self._takeover.end()
 
 
 class _WaitingBeats:

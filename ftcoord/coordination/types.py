@@ -1,26 +1,31 @@
-"""The values of torchft's coordination API (`torchft.coordination`, torchft 0.2.0 and its nightly builds).
+"""The values of torchft's coordination API (`torchft.coordination`, torchft 0.2.0 and its nightly builds), and how
+records become them.
 
 https://docs.pytorch.org/torchft/coordination.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from ftcoord.coordination import checks
+from ftcoord.core.manager_address import parted
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
+from ftcoord.core.recovery import recovery
+
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
-class _Record:
-    """Has declared attributes only: any other name raises AttributeError, as with torchft's native classes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        names = [name.lstrip("_") for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+# As with torchft's native classes, any name but a declared one raises AttributeError, and each is equal to itself only.
 
 
-class Timestamp(_Record):
+@dataclass(slots=True, eq=False)
+class Timestamp:
     """A time on the wall clock of the process that decided. For information only: no decision depends on it.
 
     Args:
@@ -28,13 +33,12 @@ class Timestamp(_Record):
         nanos: nanoseconds within that second.
     """
 
-    __slots__ = ("nanos", "seconds")
-
-    def __init__(self, seconds: int, nanos: int) -> None:
-        self.seconds, self.nanos = seconds, nanos
+    seconds: int
+    nanos: int
 
 
-class QuorumMember(_Record):
+@dataclass(slots=True, eq=False)
+class QuorumMember:
     """One replica of a quorum, with the values of its request.
 
     Args:
@@ -47,23 +51,16 @@ class QuorumMember(_Record):
         data: its other data, as read from JSON, so keys are str; None if it sent none.
     """
 
-    __slots__ = ("address", "data", "replica_id", "shrink_only", "step", "store_address", "world_size")
-
-    def __init__(
-        self,
-        replica_id: str,
-        address: str,
-        store_address: str,
-        step: int,
-        world_size: int,
-        shrink_only: bool,
-        data: dict[Any, Any] | None = None,
-    ) -> None:
-        self.replica_id, self.address, self.store_address = replica_id, address, store_address
-        self.step, self.world_size, self.shrink_only, self.data = step, world_size, shrink_only, data
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: dict[Any, Any] | None = None
 
 
-class Quorum(_Record):
+class Quorum:
     """The replicas that train together.
 
     Args:
@@ -94,8 +91,12 @@ class Quorum(_Record):
     def participants(self, participants: Sequence[QuorumMember]) -> None:
         self._participants = participants
 
+    def __repr__(self) -> str:
+        return f"Quorum(quorum_id={self.quorum_id}, participants={self.participants}, created={self.created})"
 
-class QuorumResult(_Record):
+
+@dataclass(slots=True, eq=False)
+class QuorumResult:
     """What a quorum means for one rank: its place, and which replicas heal from which.
 
     Args:
@@ -112,32 +113,98 @@ class QuorumResult(_Record):
         reconfigure_handles: the handle that this rank of each member sent, in rank order (torchft's nightly builds).
     """
 
-    __slots__ = (
-        "heal",
-        "max_replica_rank",
-        "max_step",
-        "max_world_size",
-        "quorum_id",
-        "reconfigure_handles",
-        "recover_dst_replica_ranks",
-        "recover_src_manager_address",
-        "recover_src_replica_rank",
-        "replica_ids",
-        "replica_rank",
-        "replica_world_size",
-        "store_address",
+    quorum_id: int = 0
+    replica_rank: int = 0
+    replica_world_size: int = 1
+    recover_src_manager_address: str = ""
+    recover_src_replica_rank: int | None = None
+    recover_dst_replica_ranks: list[int] = field(default_factory=list)
+    store_address: str = ""
+    max_step: int = 0
+    max_replica_rank: int | None = None
+    max_world_size: int = 1
+    heal: bool = False
+    replica_ids: list[str] = field(default_factory=list)
+    reconfigure_handles: list[str] = field(default_factory=list)
+
+
+# -- addresses of managers ---------------------------------------------------------------------------------------------
+
+
+MOST: Final = 100_000
+"""The most tokens that are kept. Beyond that all are forgotten: a quorum brings those in use again."""
+
+_tokens: dict[str, str] = {}  # by address; any thread, one step of a dict at a time
+
+
+def without_token(address: str) -> str:
+    """The address as others may see it. Its token is remembered."""
+    plain, token = parted(address)
+    if token:
+        if len(_tokens) >= MOST:
+            _tokens.clear()
+        _tokens[plain] = token
+    return plain
+
+
+def with_known_token(address: str) -> tuple[str, str]:
+    """An address without its token, and the token: that of the address, else the remembered one; empty if none is
+    known."""
+    plain, token = parted(address)
+    return plain, token or _tokens.get(plain, "")
+
+
+# -- records as values -------------------------------------------------------------------------------------------------
+
+
+def quorum_reply(quorum: QuorumRecord) -> Quorum:
+    """A quorum as a value of torchft's API."""
+    return Quorum(quorum.id, partial(_members, quorum), timestamp(quorum))
+
+
+def timestamp(quorum: QuorumRecord) -> Timestamp:
+    """When a quorum was decided, on the decider's wall clock."""
+    seconds, fraction = divmod(quorum.created, 1)
+    return Timestamp(int(seconds), int(fraction * 1e9))
+
+
+def _members(quorum: QuorumRecord) -> list[QuorumMember]:
+    return [_member(request) for request in quorum.requests]
+
+
+def _member(request: QuorumRequest) -> QuorumMember:
+    return QuorumMember(
+        request.replica_id,
+        without_token(request.address),
+        request.store_address,
+        request.step,
+        request.world_size,
+        request.shrink_only,
+        json.loads(request.data) if request.data else None,
     )
 
-    def __init__(self) -> None:
-        self.quorum_id = 0
-        self.replica_rank, self.replica_world_size = 0, 1
-        self.recover_src_manager_address = ""
-        self.recover_src_replica_rank: int | None = None
-        self.recover_dst_replica_ranks: list[int] = []
-        self.store_address = ""
-        self.max_step = 0
-        self.max_replica_rank: int | None = None
-        self.max_world_size = 1
-        self.heal = False
-        self.replica_ids: list[str] = []
-        self.reconfigure_handles: list[str] = []
+
+def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: bool) -> QuorumResult:
+    """What a quorum means for one rank of a replica. Raises NotInQuorum."""
+    plan = recovery(quorum.requests, replica_id, rank, init_sync)
+    fields: dict[str, Any] = {name: getattr(plan, name) for name in QuorumResult.__slots__ if name != "quorum_id"}
+    fields |= {name: [*value] for name, value in fields.items() if isinstance(value, tuple)}
+    return QuorumResult(quorum.id, **fields)
+
+
+def result_fields(result: QuorumResult) -> dict[str, Any]:
+    """The fields of a result, for JSON. `QuorumResult(**fields)` is the result again."""
+    return {name: getattr(result, name) for name in QuorumResult.__slots__}
+
+
+def json_text(data: Mapping[Any, Any] | None) -> str:
+    """The `data` of a request as JSON. Raises TypeError if it is not a dict, RuntimeError if JSON cannot represent
+    it."""
+    if data is None:
+        return ""
+    if not isinstance(data, dict):
+        raise TypeError(f"argument 'data': {type(data).__name__!r} object cannot be converted to 'PyDict'")
+    try:
+        return json.dumps(data)
+    except (TypeError, ValueError) as error:
+        raise checks.failed("Internal", f"{type(error).__name__}: {error}") from None

@@ -1,11 +1,14 @@
-"""The JSON record of a death: why the process that held a lease died."""
+"""The JSON record of a death, or of a farewell: why the owner of a lease is gone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
+from ftcoord.core.layout import member_of
 from ftcoord.core.strict import build, dump, load
+from ftcoord.errors import StateError
 
 REMEMBERED_FOR: Final = 3600
 """Seconds for which etcd keeps the record of a death."""
@@ -13,15 +16,26 @@ REMEMBERED_FOR: Final = 3600
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A sentinel's report about its process.
+    """Why the owner of a lease is gone: written by its sentinel, by an operator, or, when it leaves, by itself.
 
     Args:
-        cause: one line, such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)".
+        cause: one line, such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; of who left, only the reason.
         wall_ms: when, on that host's clock, in milliseconds since 1970. For people: no decision depends on it.
     """
 
     cause: str
     wall_ms: int
+    left: bool = False
+    """Whether it left in order."""
+
+
+class KnownCause(NamedTuple):
+    """Why an owner of a lease is gone, etcd's revision at which that was first written, and whether it left in
+    order."""
+
+    cause: str
+    revision: int
+    left: bool = False
 
 
 def encode(death: Death) -> bytes:
@@ -32,3 +46,16 @@ def encode(death: Death) -> bytes:
 def parse_death(key: str, value: bytes) -> Death:
     """Parse the record. Raises StateError."""
     return build(Death, key, load(key, value))
+
+
+def causes_in(kvs: Iterable[tuple[str, bytes, int]]) -> dict[str, KnownCause]:
+    """The causes of death in these keys, values and revisions, by member id. What cannot be read is left out: only a
+    text depends on it."""
+    found = {}
+    for key, value, revision in kvs:
+        try:
+            death = parse_death(key, value)
+        except StateError:
+            continue
+        found[member_of(key)] = KnownCause(death.cause, revision, death.left)
+    return {member: known for member, known in found.items() if known.cause}

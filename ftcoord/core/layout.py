@@ -74,15 +74,6 @@ def run_span(prefix: str) -> Span:
     return Span(f"{prefix}/", is_prefix=True)
 
 
-def spans_but_history(prefix: str) -> tuple[Span, ...]:
-    """All keys of a run except its history and that of its quorums."""
-    everything = run_span(prefix)
-    histories = sorted(events_span(one).start for one in (prefix, f"{prefix}/{_QUORUM}"))
-    starts = [everything.start, *(decode_key(Span(one, is_prefix=True).end) for one in histories)]
-    stops = [*histories, decode_key(everything.end)]
-    return tuple(Span(start, stop=stop) for start, stop in zip(starts, stops, strict=True))
-
-
 def runs_span(key_prefix: str) -> Span:
     """The keys of all runs, and of stores that belong to no run."""
     return Span(f"{key_prefix}/", is_prefix=True)
@@ -125,9 +116,9 @@ def member_of(key: str) -> str:
     return key.rpartition("/")[2]
 
 
-def tail_key(prefix: str) -> str:
-    """The key that names the last member to join a group: the next one follows it."""
-    return f"{prefix}/tail"
+def decider_key(prefix: str) -> str:
+    """The key of a group's office: it names who decides."""
+    return f"{prefix}/decider"
 
 
 def decided_key(prefix: str) -> str:
@@ -154,7 +145,7 @@ def era_key(prefix: str) -> str:
 
 
 def record_span(prefix: str) -> Span:
-    """A decided record, its roster and its era. No other key of quorums lies between these."""
+    """A decided record, its roster and its era, and the office. No other key of a group lies between these."""
     return Span(decided_key(prefix), stop=f"{era_key(prefix)}\0")
 
 
@@ -199,16 +190,16 @@ def event_key(prefix: str, revision: int, writer: str, count: int) -> str:
 
     Args:
         revision: etcd's highest revision known to the writer, so that keys are nearly in the order of time.
-        writer: its member id, or another unique name.
-        count: how many events it has written before.
+        writer: a name that is unique to the events of one transaction.
+        count: how many events come before it there.
     """
     return f"{events_span(prefix).start}{revision:0{_ID_DIGITS}x}-{writer}-{count:06}"
 
 
-def event_revision(key: str) -> int | None:
-    """The revision in an event's key; None for a key that is not an event's."""
+def is_event_key(key: str) -> bool:
+    """Whether a key below `events_span` can be an event's."""
     digits, dash, _ = key.rpartition("/")[2].partition("-")
-    return int(digits, 16) if dash and len(digits) == _ID_DIGITS and not set(digits) - _HEX else None
+    return bool(dash) and len(digits) == _ID_DIGITS and not set(digits) - _HEX
 
 
 # -- rounds and their stores ------------------------------------------------------------------------------------------

@@ -34,20 +34,15 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, NoReturn
 
-from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.core.quorum_records import (
-    IdleMember,
-    Profile,
-    QuorumRecord,
-    QuorumRequest,
-    QuorumSeat,
-    ReplicaRecord,
-)
-from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.core.quorum_records import IdleMember, Profile, QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
+from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict, Wait
+from ftcoord.escaping import counted, named
 
 RULES: Final = ("Q1 asking", "Q2 fast", "Q3 enough", "Q4 shrink only", "Q5 id")
 """The rules above, by the names in verdicts."""
 _, FAST, ENOUGH, SHRINK_ONLY, _ = RULES
+FAILED_COMMITS: Final = 3
+"""Failed commits in a row from which on a replica needs attention: one or two are usual when another replica dies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,3 +313,22 @@ _PENDING: Final[Outlook[NoReturn]] = Outlook(Standing.PENDING)
 _UNKNOWN_PROFILE: Final[Outlook[NoReturn]] = Outlook(Standing.PENDING, Next.WRITE)
 _ANSWERED: Final[Outlook[NoReturn]] = Outlook(Standing.ANSWERED, Next.RETURN)
 _MISSED: Final[Outlook[NoReturn]] = Outlook(Standing.MISSED, Next.WRITE)
+
+
+def attendance(asking: Sequence[str], live: int, fewest: int) -> str:
+    """Which replicas ask for the next quorum, of how many: those that live, or at least `fewest`."""
+    who = f" ({named(sorted(asking))})" if asking else ""
+    of = f"at least {fewest}" if live < fewest else f"{live} live"
+    return f"{len(asking)} of {of} replicas {'asks' if len(asking) == 1 else 'ask'}{who}"
+
+
+def failing(quorum: QuorumRecord, fewest: int) -> str:
+    """That the commits of its replicas fail again and again, and why that is likely; empty if they do not."""
+    failures = max((one.commit_failures for one in quorum.requests), default=0)
+    if failures < FAILED_COMMITS:
+        return ""
+    return (
+        f"{failures} commits in a row failed with {counted(len(quorum.seats), 'replica')}: if the Manager's"
+        f" min_replica_size is larger than min_replicas={fewest} of the job's address, make them equal; else see the"
+        " replicas' logs"
+    )

@@ -17,17 +17,7 @@ from hashlib import blake2b
 from operator import attrgetter
 from typing import Any, Final
 
-from ftcoord.core.strict import (
-    V4,
-    Count,
-    Raw,
-    Size,
-    build,
-    dump,
-    json_problem,
-    load,
-    part,
-)
+from ftcoord.core.strict import V4, Count, Raw, Size, build, dump, json_problem, load, part
 from ftcoord.errors import StateError
 
 
@@ -97,7 +87,6 @@ class ReplicaRecord:
         beat: counts this replica's writes: it makes each unlike all earlier ones.
         profile: if the request is written without its profile, the digest of that; empty if it is written whole. A
             record that is read without its profile has empty texts and a world size of 0 in its place.
-        leaving: why it is about to give up its lease; empty while it stays. For people.
         min_replicas: that of its address, for people: before the first quorum nothing else in etcd shows it.
     """
 
@@ -107,7 +96,6 @@ class ReplicaRecord:
     beat: int
     profile: str = ""
     heard: Count = 0
-    leaving: str = ""
     min_replicas: Size = 1
 
     @property
@@ -245,8 +233,7 @@ def encode(record: ReplicaRecord) -> bytes:
 def parse_replica(key: str, value: bytes) -> ReplicaRecord:
     """Raises StateError."""
     raw = load(key, value, V4)
-    stays = {"leaving": ""} if raw.get("profile") else {}  # who leaves writes its record whole
-    return build(ReplicaRecord, key, {**raw, **stays, "request": _parse_request(key, raw)})
+    return build(ReplicaRecord, key, {**raw, "request": _parse_request(key, raw)})
 
 
 def _parse_request(key: str, raw: Raw) -> QuorumRequest:

@@ -26,9 +26,9 @@ Rules
   R7 closed. A closed run stays closed, unless the user's `restart` lets new members go on from it. They say so, and
      wait until nobody of the closed round is left. If one of them has taken its seat in a later round, the end is only
      what a restored etcd shows: then R9 counts.
-  R8 leaving. A member that says that it is leaving counts as gone from then on, so that the others learn why. A member
-     whose key vanishes is gone: because it died, if its sentinel said so, or else because its lease ended. A node that
-     an operator drains is as good as gone: the record names it, it gets no seat any more, and leaves when it reads so.
+  R8 leaving. A member whose key vanishes is gone. Why is in its deaths/ record, which its sentinel, an operator, or the
+     member itself, when it leaves, has written before; without one its lease has ended. A node that an operator drains
+     is as good as gone: the record names it, it gets no seat any more, and leaves when it reads so.
   R9 reattaching. A lost lease is no lost node: etcd may have hung, and ended the leases of all. A node whose lease is
      gone while its workers run takes another one, and says as which member it took its seat in which round. It holds
      that seat from then on, as long as the round is the last one. When one has come back like that just before, or most
@@ -48,39 +48,19 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from ftcoord.core.causes import told_ends, told_leaving
-from ftcoord.core.forming import FORMING, form
-from ftcoord.core.outlook import Next, Outlook, Standing
-from ftcoord.core.rendezvous_records import (
-    FAILED,
-    FINISHED,
-    NO_ROUND,
-    AnyRound,
-    HeardRound,
-    JoinRequest,
-    Round,
-    RoundHead,
-    Seat,
-)
-from ftcoord.core.round_history import counted
-from ftcoord.core.round_poll import RoundPoll, poll_of
-from ftcoord.core.round_situation import (
-    MOMENT,
-    Restart,
-    RoundCandidate,
-    RoundOptions,
-    RoundSituation,
-    limits_of,
-    spelled,
-)
-from ftcoord.core.seating import seating_time, unhurried
-from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.core import rendezvous_records as records
+from ftcoord.core import round_situation
+from ftcoord.core.history import told_ends, why_ended
+from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, Away, HeardRound, JoinRequest, Round, RoundHead, Seat
+from ftcoord.core.round_situation import MOMENT, Restart, RoundCandidate, RoundOptions, RoundPoll, RoundSituation
+from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict, Wait
+from ftcoord.escaping import counted
 
 RULES: Final = (
     "R1 asking",
     "R2 seats",
     "R3 recall",
-    FORMING,
+    "R4 forming",
     "R5 ranks",
     "R6 limits",
     "R7 closed",
@@ -88,7 +68,9 @@ RULES: Final = (
     "R9 reattaching",
 )
 """The rules above, as verdicts name them."""
-_, SEATS, RECALL, _, _, LIMITS, CLOSED_RUN, _, REATTACHING = RULES
+DRAINED_KEPT: Final = 8
+"""Nodes that were drained and are gone whose names a record keeps: all nodes are sent it."""
+_, SEATS, RECALL, FORMING, _, LIMITS, CLOSED_RUN, _, REATTACHING = RULES
 
 
 def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verdict[Round]:
@@ -100,11 +82,11 @@ def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verd
     is_older = previous is not None and any(_has_reopened(previous, member.ask) for member in situation.members)
     if previous is not None and previous.closed and not is_older and not may_reopen(previous, options.restart):
         return Wait("the run is closed", rule=CLOSED_RUN)
-    limits = limits_of(situation)
+    limits = round_situation.limits_of(situation)
     if _must_be_told(situation, limits):
         stated = replace(previous or NO_ROUND, min_nodes=limits[0], max_nodes=limits[1])
-        return Publish(stated, f"--nnodes is {spelled(limits)}, not what all members want", LIMITS)
-    poll = poll_of(situation, limits)
+        return Publish(stated, f"--nnodes is {round_situation.spelled(limits)}, not what all members want", LIMITS)
+    poll = round_situation.poll_of(situation, limits)
     if previous is not None and previous.closed and not is_older:
         return _judge_closed(previous, poll, options, now)
     if lost > (previous or NO_ROUND).number and (verdict := _judge_lost(lost, poll, options, now)):
@@ -144,17 +126,22 @@ def _judge_closed(previous: Round, poll: RoundPoll, options: RoundOptions, now: 
 
 def may_reopen(closed: AnyRound, restart: Restart) -> bool:
     """Whether new members may go on from a closed run."""
-    return restart == "always" or (restart == "failed" and closed.outcome == FAILED)
+    return restart == "always" or (restart == "failed" and closed.outcome == records.FAILED)
 
 
 def _judge_running(previous: Round, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
+    """R2, R3, R8 and R9. The order is part of the rules: who came back has ended the round, whatever else happened; a
+    failure is a better reason than the nodes that it made leave; and those that may come back to their seats are
+    awaited before the round is recalled for them, or a newcomer gets their room.
+    """
     seated = poll.seated
     running = [member for member in poll.busy if member.id in seated]
     # Also through another lease than its seat's: whoever asks for another round has ended this one.
     back = [one for one in poll.asking if one.id in seated or one.ask.node in previous.nodes]
     new = len(poll.asking) - len(back)
     live = {member.id for member in (*running, *back)} | poll.situation.unreadable
-    gone = [seat for seat in previous.seats if seat.member not in live and seat.member not in poll.held]
+    held = poll.held.keys() - poll.situation.deaths.keys()  # who was evicted has no seat to come back to
+    gone = [seat for seat in previous.seats if seat.member not in live and seat.member not in held]
     if back:
         came_back = f"{_names(member.ask.host for member in back)} came back for a new round"
         return _recall(previous, told_ends(poll.situation.ends) or came_back, new)
@@ -168,7 +155,7 @@ def _judge_running(previous: Round, poll: RoundPoll, options: RoundOptions, now:
         hosts = _names(seat.host for seat in gone)
         return Wait(f"{hosts} lost a lease, as others did, and may come back to its seat", until, REATTACHING)
     if gone and (options.recall_on_loss or not running or not previous.ready):
-        return _recall(previous, _why_gone(gone, poll.leaving, poll.situation.deaths), new)
+        return _recall(previous, _why_gone(gone, poll.situation.deaths), new)
     if new and len(previous.seats) - len(gone) < poll.limits[1]:
         return _recall(previous, f"{_names(member.ask.host for member in poll.asking)} waits to join", new)
     if not previous.ready:
@@ -182,7 +169,7 @@ def _may_come_back_until(previous: Round, gone: Sequence[Seat], poll: RoundPoll,
     A seat that was taken again long before says nothing of them. Whoever has read it when it began to decide cannot
     tell how long ago that was, and takes it for new.
     """
-    known = poll.leaving.keys() | poll.situation.deaths.keys() | {member.id for member in poll.situation.members}
+    known = poll.situation.deaths.keys() | {member.id for member in poll.situation.members}
     if not previous.ready or any(seat.member in known for seat in gone):
         return -inf
     since, whole = poll.situation.gone_since, options.return_to_seat
@@ -198,8 +185,9 @@ def _judge_seated(
     now: float,
 ) -> Verdict[Round]:
     """R2. All take their seats, or nobody starts."""
-    until = situation.previous_at + seating_time(previous.size, options.last_call_timeout, options.seat_timeout)
-    since = now - options.fresh * unhurried(previous.size, now - situation.previous_at)
+    seating = round_situation.seating_time(previous.size, options.last_call_timeout, options.seat_timeout)
+    until = situation.previous_at + seating
+    since = now - options.fresh * round_situation.unhurried(previous.size, now - situation.previous_at)
     missing = [
         member.ask.host
         for member in participants
@@ -214,14 +202,11 @@ def _judge_seated(
     return Wait(f"{len(missing)} of {len(participants)} nodes have still to take their seats", until, SEATS)
 
 
-def _why_gone(gone: Sequence[Seat], leaving: Mapping[str, str], deaths: Mapping[str, str]) -> str:
-    """Who died of what, who left, with what they said, and who ended without a word."""
-    said = {seat.host: leaving[seat.member] for seat in gone if seat.member in leaving}
-    died = [deaths[seat.member] for seat in gone if seat.host not in said and seat.member in deaths]
-    silent = [seat.host for seat in gone if seat.host not in said and seat.member not in deaths]
-    parts = [_some(died, "; ")] if died else []
-    for why in sorted(set(said.values())):
-        parts.append(told_leaving(_names(host for host in said if said[host] == why), why))
+def _why_gone(gone: Sequence[Seat], deaths: Mapping[str, str]) -> str:
+    """Who died of what, or left why, and whose lease ended without a reason."""
+    told = [deaths[seat.member] for seat in gone if seat.member in deaths]
+    silent = [seat.host for seat in gone if seat.member not in deaths]
+    parts = [_some(told, "; ")] if told else []
     parts += [f"{_names(silent)} is gone (its lease ended)"] if silent else []
     return "; ".join(parts)
 
@@ -237,7 +222,7 @@ def _recall_vanished(previous: Round, situation: RoundSituation) -> Publish[Roun
     why = "its record vanished from etcd"
     if previous.closed or number <= previous.number:
         return _recall(previous, why, 0)
-    return _recall(_lost_round(number, limits_of(situation), previous), why, 0)
+    return _recall(_lost_round(number, round_situation.limits_of(situation), previous), why, 0)
 
 
 def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
@@ -253,7 +238,7 @@ def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float)
         return _recall_lost(f"{_names(member.ask.host for member in wanting)} needs another round", poll)
     if behind:
         hosts = _names(member.ask.host for member in behind)
-        reason = f"{hosts} may not have said yet that it works in round {number}, whose record etcd has lost"
+        reason = f"{hosts} may not have reported yet that it works in round {number}, whose record etcd has lost"
         return Wait(reason, min(due.values()), REATTACHING)
     return _judge_lost_nodes(number, poll, options, now)
 
@@ -270,7 +255,7 @@ def _judge_lost_nodes(number: int, poll: RoundPoll, options: RoundOptions, now: 
     until = poll.situation.changed_at + options.return_to_seat
     if now >= until:
         return _recall_lost(odd, poll)
-    said = f"nodes have a lease's time to say what they do, since etcd has lost the record of round {number}"
+    said = f"nodes have a lease's time to report what they do, since etcd has lost the record of round {number}"
     return Wait(f"{odd}: {said}", until, REATTACHING)
 
 
@@ -307,7 +292,7 @@ def _last_known(situation: RoundSituation) -> int:
 
 def _lost_round(number: int, limits: tuple[int, int], previous: Round) -> Round:
     """A round whose seats nobody knows."""
-    return Round(number, (), "", 0, (), *limits, drained=previous.drained)
+    return Round(number, (), "", 0, min_nodes=limits[0], max_nodes=limits[1], drained=previous.drained)
 
 
 def _names(hosts: Iterable[str]) -> str:
@@ -382,7 +367,7 @@ def call_back(now: AnyRound | None, mine: AnyRound) -> tuple[int, str]:
     if now is None or now.number < mine.number:  # an etcd that lost writes: nobody went on without this node
         return 0, ""
     if now.closed:
-        is_done = now.outcome == FINISHED and is_same_round(now, mine)
+        is_done = now.outcome == records.FINISHED and is_same_round(now, mine)
         return (0, "") if is_done else (1, f"the run is over: {now.closed}")
     if not is_same_round(now, mine):
         is_lost = now.number == mine.number and now.recalled and not now.size
@@ -435,3 +420,87 @@ def _may_have_seat(now: AnyRound, ask: JoinRequest) -> bool:
     if isinstance(now, Round):
         return ask.node in now.nodes
     return ask.seated == now.number or not now.ready
+
+
+# -- the next round: R4 and R5 ------------------------------------------------------------------------------------
+
+
+def form(poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
+    """The next round, or why not yet."""
+    situation, (fewest, most) = poll.situation, poll.limits
+    previous = situation.previous
+    nodes_before = (previous or NO_ROUND).nodes
+    back = [member for member in poll.asking if member.ask.node in nodes_before]
+    if not poll.asking or len(poll.asking) < fewest:
+        there = f"{len(poll.asking)} of at least {fewest} nodes are there" if fewest > 1 else "no node asks for a round"
+        return Wait(there, rule=FORMING)
+    seated = poll.seated
+    still_out = sum(member.id in seated for member in poll.busy) + len(situation.unheard)
+    if len(poll.asking) >= most and not still_out:
+        return _complete(poll)
+    last_call = options.return_timeout if still_out else options.last_call_timeout
+    until, why = _enough_at(poll) + last_call, "the last call"
+    if back and not still_out:
+        until, why = min(until, situation.changed_at + options.settle_timeout), "the settle time-out"
+    if now >= until:
+        return _complete(poll)
+    there = f"{counted(len(poll.asking), 'node')} {'is' if len(poll.asking) == 1 else 'are'} there"
+    return Wait(f"{there}, {still_out} still to come back; {why} runs", until, FORMING)
+
+
+def _enough_at(poll: RoundPoll) -> float:
+    """When the last call began: when there were enough members, but not before the last round was recalled."""
+    enough_at = sorted(member.seen for member in poll.asking)[poll.limits[0] - 1]
+    return max(enough_at, poll.situation.previous_at) if poll.seated else enough_at
+
+
+def _complete(poll: RoundPoll) -> Publish[Round]:
+    situation, previous = poll.situation, poll.situation.previous or NO_ROUND
+    nodes_before = previous.nodes
+    back = sorted(
+        (member for member in poll.asking if member.ask.node in nodes_before),
+        key=lambda member: nodes_before[member.ask.node],
+    )
+    new = [member for member in poll.asking if member.ask.node not in nodes_before]
+    ranked = _rank((back + new)[: poll.limits[1]], nodes_before)
+    known = [max(member.ask.after, member.ask.seated) for member in situation.members]
+    number = max([*known, previous.number, situation.highest]) + 1
+    first = ranked[0].ask
+    decided = Round(
+        number,
+        tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked),
+        first.address,
+        first.port,
+        away=(
+            *(Away(member.id, poll.last_seat_of(member)) for member in poll.busy),
+            *(Away(seat.member, previous.number) for seat in situation.unheard),
+        ),
+        min_nodes=poll.limits[0],
+        max_nodes=poll.limits[1],
+        before=previous.closed or why_ended(previous.recalled, situation.decided_revision, situation.ends),
+        drained=_still_drained(previous.drained, situation.members),
+    )
+    return Publish(decided, f"round {number} on {counted(len(ranked), 'node')}", FORMING)
+
+
+def _still_drained(drained: Sequence[str], members: Sequence[RoundCandidate]) -> tuple[str, ...]:
+    """Those nodes that have not left yet, and the last few that seem to have: who has lost its lease may come back
+    without having read that it is to leave."""
+    nodes = {member.ask.node for member in members} if drained else frozenset()
+    gone = [node for node in drained if node not in nodes][-DRAINED_KEPT:]
+    return tuple(node for node in drained if node in nodes or node in gone)
+
+
+def _rank(chosen: Sequence[RoundCandidate], nodes_before: Mapping[str, int]) -> list[RoundCandidate]:
+    """Order the members of a round by rank; `chosen` has those of the last round first, in its rank order."""
+    places: list[RoundCandidate | None] = [None] * len(chosen)
+    homeless = []
+    for index, member in enumerate(chosen):
+        rank = nodes_before.get(member.ask.node, len(chosen))
+        wanted = 0 if index == 0 else rank
+        if wanted < len(chosen) and places[wanted] is None:
+            places[wanted] = member
+        else:
+            homeless.append(member)
+    rest = iter(homeless)
+    return [place if place is not None else next(rest) for place in places]

@@ -15,24 +15,12 @@ Parsing is strict: what does not fit raises StateError naming the key, and is ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Annotated, Final, NamedTuple, TypeAlias
 
-from ftcoord.core.event_records import WorkerFailure, failures_from
-from ftcoord.core.strict import (
-    LARGEST_COUNT,
-    V4,
-    Count,
-    Range,
-    Raw,
-    Size,
-    build,
-    build_each,
-    dump,
-    load,
-)
+from ftcoord.core.strict import LARGEST_COUNT, V4, Count, Range, Raw, Size, build, build_each, dump, load
 from ftcoord.errors import StateError
 
 _DIGEST_BYTES: Final = 8
@@ -42,6 +30,62 @@ _MOST_CHUNKS: Final = 2**20
 """The most chunks of a roll, which anybody may have written: nobody has so many nodes."""
 _LONGEST_ROLL_ID: Final = 128
 _Port = Annotated[int, Range(0, 2**16 - 1)]
+LONGEST_LINE: Final = 400
+"""Characters of a reason, an exception or a name."""
+LONGEST_TRACEBACK: Final = 800
+"""Characters of the head of a traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailure:
+    """How a worker failed.
+
+    Args:
+        pid: the worker's pid.
+        rank: its global rank; -1 if unknown.
+        local_rank: its rank on its node; -1 if unknown.
+        exit_code: -1 if a signal ended it, or it is unknown.
+        signal: the number of the signal that ended it; 0 for none.
+        fate: how it ended, in words, such as "exited with code 3".
+        exception: its exception from torch's error file, such as "ValueError: no such file"; else empty.
+        traceback: the head of that exception's traceback.
+        timer: the expiration timer for which it was killed; empty for none.
+    """
+
+    pid: int
+    rank: int = -1
+    local_rank: int = -1
+    exit_code: int = -1
+    signal: int = 0
+    fate: str = ""
+    exception: str = ""
+    traceback: str = ""
+    timer: str = ""
+
+    @property
+    def line(self) -> str:
+        """The failure in one line, for people."""
+        ranks = f" (rank {self.rank}, local rank {self.local_rank})" if self.rank >= 0 else ""
+        if self.timer:
+            return f"worker {self.pid}{ranks} was killed, since its timer {self.timer!r} had expired"
+        return f"worker {self.pid}{ranks} {f'raised {self.exception}' if self.exception else self.fate}"
+
+
+def clipped(failure: WorkerFailure) -> WorkerFailure:
+    """The same failure, with truncated texts."""
+    fate, exception, timer = map(cut, (failure.fate, failure.exception, failure.timer))
+    traceback = cut(failure.traceback, LONGEST_TRACEBACK)
+    return replace(failure, fate=fate, exception=exception, timer=timer, traceback=traceback)
+
+
+def cut(text: str, longest: int = LONGEST_LINE) -> str:
+    """The head of a text that is too long."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def failures_from(key: str, raw: Raw, name: str) -> tuple[WorkerFailure, ...]:
+    """The failures in the list field `name`. Raises StateError."""
+    return build_each(WorkerFailure, key, raw, name) if raw.get(name) != [] else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +102,6 @@ class JoinRequest:
         min_nodes, max_nodes: how many nodes its user wants in a round (--nnodes).
         seated: the round in which it has taken its seat; 0 for none.
         reopens: the number of the closed round that it wants to continue from; -1 for none.
-        leaving: why it is about to give up its lease; empty while it stays.
         holds: the member that it was when it took its seat in round `seated`, if it lost that member's lease since and
             its workers still run; else empty. Such a member asks for nothing.
         failed: the failure of its worker that failed in round `seated`, or, when it asks again, in round `after`; at
@@ -76,7 +119,6 @@ class JoinRequest:
     max_nodes: int
     seated: Count = 0
     reopens: Annotated[int, Range(-1, LARGEST_COUNT)] = -1
-    leaving: str = ""
     holds: str = ""
     failed: tuple[WorkerFailure, ...] = ()
     failed_at: Size = 0

@@ -1,15 +1,57 @@
-"""What a decision about rounds rests on: the live members, the last round, and what the decider's user asked for."""
+"""What a decision about rounds rests on: the live members and what they do, the last round, and what the decider's user
+asked for.
+
+The rules are R1, R2, R6, R8 and R9 in `core.rendezvous`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final, Literal, TypeAlias
 
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, Seat
-from ftcoord.core.seating import FRESH, SEATING
+
+SEATING: Final = 10.0
+"""Seconds within which seats are to be taken, where the last call is not longer. A healthy node takes milliseconds."""
+TAKEN_PER_SECOND: Final = 50
+"""Seats that are surely taken in a second, also where etcd and all nodes share two busy cores. A round that is too
+large for the time above, and for the last call, has as much longer."""
+FRESH: Final = 3.0
+"""Seconds for which a seat counts as taken after its member said so: nobody must wait for a member that died since."""
+SAY_AGAIN: Final = 1.0
+"""Seconds until a member that waits for others says again that it takes its seat."""
+AT_ONCE: Final = 125
+"""Seats of a round up to which these two hold. In larger rounds both are longer, so that no more than so many members
+repeat it in a second: that must not keep the others from saying it for the first time, also where they all share two
+cores with etcd."""
+
+
+def seating_time(size: int, last_call: float, least: float = SEATING) -> float:
+    """Seconds within which all seats of a round are to be taken (R2), from when the round is heard of.
+
+    Args:
+        size: the round's.
+        last_call: how long the last call lasts, in seconds.
+        least: how long it lasts in any case.
+    """
+    return max(last_call, least, size / TAKEN_PER_SECOND)
+
+
+def unhurried(size: int, elapsed: float) -> float:
+    """How many times longer it counts that a seat was taken, and how many times less often that is said again.
+
+    Taking seats lasts longer in a large round, and where etcd or the hosts are slow. There to say it as often as ever
+    would make them slower still, and the round would never be ready.
+
+    Args:
+        size: the round's.
+        elapsed: seconds for which seats are being taken, as far as is known.
+    """
+    return max(1.0, size / AT_ONCE, elapsed / (2 * FRESH))
+
 
 RETURN_FACTOR: Final = 1.5
 """How much longer than the last call participants of the last round have to come back. With the defaults, 30 s and
@@ -26,6 +68,11 @@ class RoundOptions:
     """What the decider's user asked for, but for the limits, which are in what its members ask. Times in seconds.
 
     Args:
+        last_call_timeout: how long a round with enough nodes waits for more.
+        settle_timeout: how long a round waits when every live node of the last one is back.
+        recall_on_loss: whether a round is recalled when a node's lease expires. torch goes on without it.
+        restart: which closed runs a new start may continue, once no node of the old run is left: those that ``failed``,
+            ``always`` any, or ``never``.
         seat_timeout: how long taking seats may last, where the last call, or `seating_time` for the round's size, is
             not longer.
         fresh: how long it counts that a member said that it takes its seat.
@@ -116,3 +163,76 @@ def contradicts(wanted: tuple[int, int], limits: tuple[int, int]) -> str:
 def spelled(limits: tuple[int, int]) -> str:
     """Limits as torchrun's --nnodes takes them."""
     return ":".join(map(str, dict.fromkeys(limits)))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPoll:
+    """The members that count, by what they do. Of one node only the newest incarnation does: nobody renews the lease of
+    an older one any more.
+
+    Args:
+        asking: those that ask for a round, oldest first.
+        busy: those that still have one to end.
+        held: the seats that are held through another lease, by the members that took them: their holders.
+    """
+
+    situation: RoundSituation
+    limits: tuple[int, int]
+    asking: Sequence[RoundCandidate]
+    busy: Sequence[RoundCandidate]
+    held: Mapping[str, RoundCandidate]
+
+    @property
+    def seated(self) -> Set[str]:
+        """The members that have a seat in the last round, there or not, and those that hold one for such a one."""
+        previous = self.situation.previous
+        if previous is None:
+            return frozenset()
+        if not previous.seats:  # etcd has lost who had one; they know it
+            return {member.id for member in self.busy if member.ask.seated == previous.number}
+        return previous.ranks.keys() | {holder.id for holder in self.held.values()}
+
+    def last_seat_of(self, member: RoundCandidate) -> int:
+        """The last round that a member is known to have had a seat in; 0 for none."""
+        previous = self.situation.previous
+        known = previous.last_seats.get(member.id, 0) if previous else 0
+        return max(known, member.ask.seated)
+
+
+def poll_of(situation: RoundSituation, limits: tuple[int, int]) -> RoundPoll:
+    previous = situation.previous
+    newest = {member.ask.node: member for member in situation.members}
+    last = previous.last_seats if previous else {}
+    drained = previous.drained if previous else ()
+    asking: list[RoundCandidate] = []
+    busy: list[RoundCandidate] = []
+    for member in situation.members:
+        ask = member.ask
+        if ask.node in drained:
+            continue
+        if newest[ask.node] is member and ask.limits == limits:
+            has_seat = ask.holds or ask.after < max(ask.seated, last.get(member.id, 0))
+            (busy if has_seat else asking).append(member)
+    held = held_seats(previous, busy) if previous else {}
+    return RoundPoll(situation, limits, asking=asking, busy=busy, held=held)
+
+
+def held_seats(previous: Round, members: Iterable[RoundCandidate]) -> dict[str, RoundCandidate]:
+    """The holders of seats, by the members that took them. Who says it of its own seat is no holder."""
+    named = (one for one in members if one.ask.holds not in ("", one.id))
+    return {one.ask.holds: one for one in named if holds_seat(one, previous)}
+
+
+def vacant(previous: Round, members: Iterable[RoundCandidate], unreadable: Set[str] = frozenset()) -> Set[str]:
+    """The members that took a seat in this round and are gone, and whose seats nobody holds."""
+    members = list(members)
+    live = {member.id for member in members} | unreadable
+    return previous.ranks.keys() - live - held_seats(previous, members).keys()
+
+
+def holds_seat(member: RoundCandidate, previous: Round) -> bool:
+    """R9. The node must be the one that has the seat, and the round the one that it started."""
+    rank = previous.ranks.get(member.ask.holds) if member.ask.holds else None
+    if rank is None or not previous.ready or member.ask.seated != previous.number:
+        return False
+    return previous.seats[rank].node == member.ask.node

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from ftcoord.errors import StateError
+from ftcoord.errors import OtherLayout, StateError
 
 V4: Final = 4
 """The layout of all records of rounds and of quorums. When a field of one of them is added or changed, all of them get
@@ -67,7 +67,7 @@ def load(key: str, value: bytes, version: int = VERSION) -> Raw:
         raise StateError(key, "does not hold a JSON object, so it is not ftcoord's")
     found = raw.pop("v", None)
     if type(found) is not int or found != version:
-        raise StateError(
+        raise OtherLayout(
             key, f"has layout version {found!r}, and this ftcoord reads {version}: use one release in all of a job"
         )
     return raw

@@ -1,1 +1,1 @@
-"""`ftcoord dashboard`: a web page for whoever is on call, with the values that the commands show."""
+"""`ftcoord dashboard`: a web page with the reports that the commands print, live."""

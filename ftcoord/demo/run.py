@@ -1,23 +1,31 @@
-"""Runs the demo: starts etcd and the agents, kills one, starts a replacement, and prints what happens."""
+"""Runs the demo: starts etcd and torchrun agents, kills one, starts a replacement, and prints what happens.
+
+No process of it outlives it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import itertools
 import json
 import logging
 import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ftcoord import concurrency
+from ftcoord.config import without_etcd
 from ftcoord.core.layout import decided_key
 from ftcoord.core.rendezvous_records import Round, parse_round
-from ftcoord.demo.agents import Agent, no_orphans
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import FtcoordError
 from ftcoord.escaping import neutral
@@ -28,11 +36,13 @@ from ftcoord.rendezvous.settings import RendezvousSettings
 STALL_TIMEOUT: Final = 180.0
 """Seconds without progress until the demo gives up: a slow machine takes long to import torch four times."""
 REPORT_INTERVAL: Final = 10.0
-"""Seconds between two lines that say what the demo waits for."""
+"""Seconds between two lines about what the demo waits for."""
 LOG_TAIL: Final = 50
-"""Lines of an agent's log that a failure shows: torchrun writes forty after the one that says why."""
+"""Lines of an agent's log that a failure shows: torchrun writes forty after the one with the cause."""
 PHASE_STEPS: Final = 60
 """Training steps to see between two events."""
+PR_SET_CHILD_SUBREAPER: Final = 36
+"""Of Linux: processes that lose their parent become children of this one."""
 _SCRIPT: Final = Path(__file__).with_name("train.py")
 
 T = TypeVar("T")
@@ -43,6 +53,104 @@ class DemoError(FtcoordError):
 
     def __str__(self) -> str:
         return "\n".join(map(neutral, self.args[0].splitlines()))
+
+
+class Agent:
+    """One torchrun agent; its output, and that of its workers, goes to `<folder>/<name>.log`.
+
+    `program` is the module that is run as torchrun; `variables` are added to its environment,
+    which names no other etcd.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        torchrun: Sequence[str],
+        script: Sequence[str],
+        program: str = "torch.distributed.run",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.lost = False
+        self.log = folder / f"{name}.log"
+        command = [sys.executable, "-m", program, *torchrun, *script]
+        ours = {"DEMO_AGENT": name, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**without_etcd(os.environ), **ours, **(variables or {})}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def last_words(self, count: int) -> str:
+        """The last `count` lines of its log, as a paragraph for a message."""
+        lines = self.log.read_text(errors="replace").splitlines()[-count:] or ["(empty)"]
+        return "\n  ".join([f"the end of {self.log}:", *lines])
+
+    def kill(self) -> None:
+        """SIGKILL the agent alone, as a user does it, or a kernel without memory: its worker is left behind."""
+        self.lost = True
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, timeout: float = 20) -> None:
+        """SIGTERM, which torchrun passes on to its workers; after `timeout` seconds SIGKILL."""
+        if self.process.poll() is not None:
+            return
+        workers = descendants(self.pid)
+        self.process.terminate()
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            _signal(workers, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def no_orphans() -> Iterator[None]:
+    """On exit, kill the processes that were started below this one meanwhile, even those that lost their parent.
+
+    On Linux only. A torchrun that gets SIGTERM just as it starts a worker ends without ending that worker.
+    """
+    before = descendants(os.getpid())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _signal([pid for pid in descendants(os.getpid()) if pid not in before], signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below `pid`, parents first."""
+    parents = _parents()
+    found = [pid]
+    for one in found:
+        found.extend(child for child, parent in parents.items() if parent == one)
+    return found[1:]
+
+
+def _parents() -> dict[int, int]:
+    """The parent of every process: from /proc, or where there is none from ps."""
+    if not Path("/proc/self/stat").exists():
+        table = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        return {int(child): int(parent) for child, parent in (line.split() for line in table.splitlines())}
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return parents
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 class Demo:
@@ -62,7 +170,7 @@ class Demo:
         self._agents: dict[str, Agent] = {}
         self._rounds: concurrency.Queue[Round | Exception] = concurrency.inbox()
         self._announced: set[tuple[int, bool]] = set()
-        self._recalled_at = 0.0  # when the demo heard of the last recall
+        self._recalled_at = 0.0  # when the demo received the last recall
         self._progress = folder / "progress.jsonl"
         self._progress.touch()
         self._tick = concurrency.event()
@@ -80,8 +188,10 @@ class Demo:
         killed_at = self._clock()
         lost.kill()
         second = self._await_round(2)
-        heard, took = self._recalled_at - killed_at, self._clock() - killed_at
-        self._say(f"the survivors were recalled {heard:.1f} s after the kill, and have a new round after {took:.1f} s")
+        recalled, took = self._recalled_at - killed_at, self._clock() - killed_at
+        self._say(
+            f"the survivors were recalled {recalled:.1f} s after the kill, and have a new round after {took:.1f} s"
+        )
         alone = self._await_steps()
         if lost.name in self._seated(second):
             raise DemoError("the lost agent has a seat in the new round")

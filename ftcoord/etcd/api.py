@@ -7,9 +7,9 @@ of etcd's v3 API, https://etcd.io/docs/v3.5/learning/api/.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import Span as Span
@@ -17,6 +17,8 @@ from ftcoord.core.layout import decode_key as decode_key
 from ftcoord.core.layout import encode_key as encode_key
 from ftcoord.core.layout import member_id, member_of
 from ftcoord.errors import RequestRefused
+
+T = TypeVar("T")
 
 
 class KeyValue(NamedTuple):
@@ -132,12 +134,12 @@ def none_newer(span: Span, revision: int) -> Compare:
 
 
 def check_writes(success: Sequence[Op], failure: Sequence[Op]) -> None:
-    """Raises RequestRefused for a transaction that only reads: it could crash etcd, see `etcd/reading.py`."""
+    """Raises RequestRefused for a transaction that only reads: it could crash etcd, see `read_snapshot`."""
     ops = (*success, *failure)
     if ops and all(isinstance(op, Get) for op in ops):
         raise RequestRefused(
             "a transaction that reads must put or delete a key too, in one of its branches: etcd before 3.5.7 crashes"
-            " when the client of one that only reads goes away. Read with ftcoord.etcd.reading.read_snapshot"
+            " when the client of one that only reads goes away. Read with ftcoord.etcd.api.read_snapshot"
         )
 
 
@@ -268,23 +270,23 @@ class Watch(Protocol):
         """Stop it; idempotent. Nothing is delivered after this returns, except by a call already in progress."""
 
 
-class Renews(Protocol):
-    """Keeps leases alive: the part of `Etcd` that a kept lease needs."""
+class Etcd(abc.ABC):
+    """A client of etcd. Reads are linearizable.
 
-    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        """See `Etcd`."""
+    Every call ends within `timeout` seconds; None stands for the client's default. Calls raise subclasses of EtcdError:
+    EtcdUnavailable when the call had no effect, OutcomeUnknown when a write may have had one, EtcdAuthError when etcd
+    refuses the login or a permission, RequestRefused when the request is too large or malformed, ClientClosed when the
+    client was closed.
+    """
 
+    config: EtcdConfig | None
+    """How another process reaches the same etcd; None if none can."""
 
-class EtcdCalls(Protocol):
-    """The unary calls: the part of `Etcd` that a small client has too. See `Etcd` for what all of them promise."""
-
-    @property
-    def config(self) -> EtcdConfig | None:
-        """How another process reaches the same etcd; None if none can."""
-
+    @abc.abstractmethod
     def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        """Read a span. Raises RequestRefused when etcd has compacted the revision that `get` names."""
+        """Read a span of keys. Raises RequestRefused when etcd has compacted the revision that `get` names."""
 
+    @abc.abstractmethod
     def txn(
         self,
         compares: Sequence[Compare],
@@ -296,77 +298,124 @@ class EtcdCalls(Protocol):
         """Run `success` if all `compares` hold, else `failure`, as one atomic transaction.
 
         With an empty `failure`, a guard that does not hold changes nothing: the result is not `succeeded`, and has no
-        `results`. Raises OutcomeUnknown and EtcdNoSpace when the write may have happened, LeaseLost when a Put names a
-        lease that is gone, and RequestRefused for a transaction that only reads or is too large.
+        `results`. Raises OutcomeUnknown (the write may have happened: read before you repeat it), EtcdNoSpace,
+        LeaseLost when a Put names a lease that is gone, and RequestRefused also for a transaction of Gets only, which
+        could crash etcd before 3.5.7.
         """
 
+    @abc.abstractmethod
     def grant(self, ttl: int, *, timeout: float | None = None) -> Lease:
-        """Take a new lease of `ttl` seconds. If the answer is lost, that lease holds no keys, and expires."""
+        """Take a new lease of `ttl` seconds; etcd may grant a longer TTL, see the result. Nobody renews it: see
+        `Session`. If the answer is lost, that lease holds no keys, and expires."""
 
+    @abc.abstractmethod
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        """Renew a lease once; returns the TTL granted, in seconds. Raises LeaseLost."""
+        """Renew a lease once; returns the TTL granted, in seconds. Raises LeaseLost when it expired or was revoked."""
 
+    @abc.abstractmethod
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
         """Revoke a lease, which deletes its keys. Revoking a lease that is already gone is no error."""
 
-
-class Etcd(EtcdCalls, Protocol):
-    """A client of etcd. Reads are linearizable.
-
-    Every call ends within `timeout` seconds; None stands for the client's default. Calls raise subclasses of EtcdError:
-    EtcdUnavailable when the call had no effect, OutcomeUnknown when a write may have had one, EtcdAuthError when etcd
-    refuses the login, ClientClosed when the client was closed.
-    """
-
+    @abc.abstractmethod
     def watch(
         self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], *, deletes_only: bool = False
     ) -> Watch:
         """Deliver every change of `span` from `start_revision` on, each once and in order, until cancelled.
 
-        A `start_revision` of 0 means from now on. For changes without delay, watch first, and read when the watch is
-        established: etcd serves watches that start in the past only ten times a second. With `deletes_only` etcd sends
-        no puts.
+        Args:
+            span: the keys.
+            start_revision: the first revision; 0 for changes from now on. For changes without delay, watch from now on,
+                and read when the watch is established: etcd serves watches that start in the past only ten times a
+                second.
+            deliver: called with Began whenever the watch is established, with each Batch of changes, and at most once
+                with the error that ends the watch (Compacted, Rewound, EtcdAuthError, ClientClosed). Runs on the
+                client's thread, and must not block. If the client already watches the same span, the confirmation
+                comes on the caller's thread before this returns; a change may then come before it.
+            deletes_only: whether to leave out puts.
 
-        `deliver` is called on the client's own thread and must not block. If the client already watches the same span,
-        the confirmation (Began) comes on the caller's thread before this returns; a change may then come before it.
+        The watch survives outages of etcd and missing members. Call `cancel()` of the result to end it.
         """
-
-
-class KeyCalls(abc.ABC):
-    """Short forms for reading and writing keys, built on `Etcd.range` and `Etcd.txn`. Errors are those of `Etcd`."""
-
-    @abc.abstractmethod
-    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        """See `Etcd`."""
-
-    @abc.abstractmethod
-    def txn(
-        self,
-        compares: Sequence[Compare],
-        success: Sequence[Op],
-        failure: Sequence[Op] = (),
-        *,
-        timeout: float | None = None,
-    ) -> TxnResult:
-        """See `Etcd`."""
 
     def get(self, key: str, *, timeout: float | None = None) -> RangeResult:
-        """Read one key, within `timeout` seconds; `.one` of the result is its KeyValue, or None.
-
-        Raises EtcdUnavailable and EtcdAuthError.
-        """
+        """Read one key; `.one` of the result is its KeyValue, or None. Raises as `range`."""
         return self.range(Get(Span(key)), timeout=timeout)
 
     def put(self, key: str, value: bytes, lease: int = 0, *, timeout: float | None = None) -> TxnResult:
-        """Write one key, within `timeout` seconds.
-
-        Raises OutcomeUnknown when the answer was lost, and else as `txn`.
-        """
+        """Write one key. Raises as `txn`."""
         return self.txn((), (Put(key, value, lease),), timeout=timeout)
 
     def delete(self, span: Span, *, timeout: float | None = None) -> int:
-        """Delete all keys of a span, such as `Span("/key")`, within `timeout` seconds; returns how many were deleted.
-
-        Takes a Span, not a key. Raises OutcomeUnknown when the answer was lost, and else as `txn`.
-        """
+        """Delete all keys of a span, such as `Span("/key")`, not of a key; returns how many. Raises as `txn`."""
         return self.txn((), (Delete(span),), timeout=timeout).deleted(0)
+
+
+ATTEMPTS: Final = 3
+"""How often a snapshot is read before giving up: etcd may compact its revision meanwhile."""
+PAGE: Final = 1000
+"""Keys per request: a few hundred kilobytes."""
+
+
+class SnapshotReader:
+    """Reads etcd at the revision of the first read. Not thread-safe. See `read_snapshot`."""
+
+    def __init__(self, read: Callable[[Get], RangeResult]) -> None:
+        self._read = read
+        self.revision = 0
+        """The revision of all reads; 0 before the first."""
+
+    def range(self, get: Get) -> RangeResult:
+        """The result of one read; the Get's own `revision` is ignored. Raises EtcdError."""
+        found = self._read(replace(get, revision=self.revision))
+        self.revision = self.revision or found.revision
+        return found
+
+    def ranges(self, gets: Iterable[Get]) -> list[RangeResult]:
+        """The result of each read, with one request for each. Raises EtcdError."""
+        return [self.range(get) for get in gets]
+
+    def pages(self, span: Span) -> list[KeyValue]:
+        """All keys of a span, one request for each thousand. Raises EtcdError."""
+        kvs = list[KeyValue]()
+        rest = span
+        while True:
+            found = self.range(Get(rest, limit=PAGE))
+            kvs += found.kvs
+            if found.count <= len(found.kvs):
+                return kvs
+            rest = Span(f"{kvs[-1].key}\0", stop=decode_key(span.end))
+
+
+def read_snapshot(read: Callable[[Get], RangeResult], look: Callable[[SnapshotReader], T]) -> T:
+    """What `look` returns for etcd at one revision. It is called again if etcd compacts that revision meanwhile.
+
+    etcd answers a transaction of several reads at one revision. But versions before 3.5.7 crash when the client of such
+    a transaction goes away before the answer (https://github.com/etcd-io/etcd/issues/14110 and /14891). So the first
+    read here fixes the revision, and the others name it.
+
+    Args:
+        read: `Etcd.range`, or a function that repeats it until it is answered.
+        look: reads, and changes nothing.
+
+    Raises EtcdError, and what `read` and `look` raise.
+    """
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            return look(SnapshotReader(read))
+        except RequestRefused:
+            if not left:
+                raise
+    raise AssertionError("no attempt was made")
+
+
+FLOORS: Final[dict[tuple[int, ...], tuple[int, ...]]] = {(3, 5): (3, 5, 28), (3, 6): (3, 6, 9)}
+"""The oldest version of each minor version in which the lease, watch and stale-read bugs that matter here are fixed."""
+
+EMBEDDED_NAMES: Final = "ftcoord-"
+"""The prefix of the names of members that ftcoord started. Clients in other processes recognize them by it."""
+
+
+def newer_wanted(version: str) -> str | None:
+    """The version to use instead of this one in real runs; None if this one is new enough."""
+    numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
+    floor = FLOORS.get(numbers[:2], (3, 5, 28))
+    return ".".join(map(str, floor)) if numbers < floor else None

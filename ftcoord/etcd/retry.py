@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import tenacity
 
@@ -83,37 +83,26 @@ def retry(
         except transient as error:
             return None, error
 
-    def is_over(_: object = None) -> bool:
-        return cancelled.is_set() or concurrency.now() >= deadline
-
-    def pause(failures: int) -> float:
-        return min(backoff(failures), max(deadline - concurrency.now(), 0) / 2)  # leaves time for one more attempt
+    def pause(state: tenacity.RetryCallState) -> float:
+        left = max(deadline - concurrency.now(), 0)
+        return min(backoff(state.attempt_number), left / 2)  # leaves time for one more attempt
 
     def wait(seconds: float) -> None:
         cancelled.wait(seconds)
 
-    value, error = tried()  # nearly all attempts succeed at once, and pay for no more than this
-    if error is not None and not is_over():
-        wait(pause(1))
-        again = tenacity.Retrying(
-            retry=tenacity.retry_if_result(lambda one: one[1] is not None),
-            stop=is_over,
-            wait=lambda state: pause(state.attempt_number + 1),
-            sleep=wait,
-            retry_error_callback=_last,
-        )
-        value, error = again(tried)
+    value, error = tenacity.Retrying(
+        retry=tenacity.retry_if_result(lambda outcome: outcome[1] is not None),
+        stop=lambda _: cancelled.is_set() or concurrency.now() >= deadline,
+        wait=pause,
+        sleep=wait,
+        retry_error_callback=lambda state: state.outcome and state.outcome.result(),
+    )(tried)
     if error is not None:
         try:
             raise error
         finally:
             del error  # else its traceback and this frame would hold each other
     return cast(T, value)
-
-
-def _last(state: tenacity.RetryCallState) -> Any:
-    assert state.outcome is not None
-    return state.outcome.result()
 
 
 def backoff(failures: int) -> float:

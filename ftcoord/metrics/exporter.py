@@ -1,30 +1,30 @@
-"""Serves metrics to Prometheus over HTTP, with prometheus_client, which is loaded only when metrics are served."""
+"""Serves metrics to Prometheus over HTTP, with prometheus_client, which is loaded only when metrics are served.
+
+prometheus_client's own server answers any `Host`, has no bound of its connections, and lets one that does its TLS
+handshake slowly delay all others. So its handler runs on a server that has these bounds.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import math
 import os
 import socket
+import socketserver
 import ssl
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Final
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Final
 
-from ftcoord import concurrency, files
+from ftcoord import concurrency, files, fork, proc
 from ftcoord.closing import Closing
-from ftcoord.config import exposure, text, variable, whole
-from ftcoord.endpoints import parse_host
-from ftcoord.errors import ConfigError, ServerError, ThreadNotStarted
+from ftcoord.config import exposure, parse_host, text, variable, whole
+from ftcoord.errors import ConfigError, FtcoordError, ServerError, ThreadNotStarted
 from ftcoord.escaping import redacted
-from ftcoord.fork import OwnerProcess
-from ftcoord.metrics.http import MOST_SCRAPERS, HttpServer, is_allowed_host
-from ftcoord.metrics.process import begin_counting, collect_process, prometheus
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+from ftcoord.metrics.process import Collect, begin_counting, collect_process, exposed, prometheus
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,18 @@ HOST_NAMES_VARIABLE: Final = "FTCOORD_METRICS_HOST_NAMES"
 KEY_VARIABLE: Final = "FTCOORD_METRICS_KEY"
 CLIENT_CA_VARIABLE: Final = "FTCOORD_METRICS_CLIENT_CA"
 LOOPBACK: Final = "127.0.0.1"
+PLAIN: Final = "text/plain; charset=utf-8"
 
-Collect = Callable[[], "Iterable[Metric]"]
+MOST_SCRAPERS: Final = 32
+"""Connections at a time. For one more, the oldest that has not sent its request yet is ended."""
+MOST_THREADS: Final = 2 * MOST_SCRAPERS
+"""At a time: those of connections that were ended for others may not have noticed it yet."""
+CONNECTION_TIMEOUT: Final = 30.0
+"""Seconds that a connection may last in all: the TLS handshake, its one request, and the answer."""
+TURN: Final = 0.5
+"""Seconds between two looks for connections that have lasted too long, and after a connection that found no free
+descriptor."""
+
 port_number = whole(0, 65535, "; 0 takes a free one")
 """A parser for ports to listen on."""
 
@@ -54,27 +64,26 @@ def host_names(listed: str) -> tuple[str, ...]:
     return tuple(name.strip().lower() for name in listed.split(",") if name.strip())
 
 
-@dataclass(frozen=True, slots=True)
-class ServingTls:
-    """PEM files. With `client_ca`, only clients with a certificate of that authority are served."""
-
-    cert: str
-    key: str
-    client_ca: str | None = None
-
-    @classmethod
-    def load(cls, cert: str | None, key: str | None, client_ca: str | None) -> ServingTls | None:
-        """The TLS settings; None if no file is given. Raises ConfigError, also for a file that cannot be read."""
-        if not (cert or key or client_ca):
-            return None
-        if not cert or not key:
-            missing = KEY_VARIABLE if cert else CERT_VARIABLE
-            raise ConfigError(missing, None, "TLS needs a certificate and its key: give both, or neither of them")
-        files.pem(CERT_VARIABLE, cert, files.CERTIFICATE)
-        files.pem(KEY_VARIABLE, key, files.PRIVATE_KEY)
-        if client_ca:
-            files.pem(CLIENT_CA_VARIABLE, client_ca, files.CERTIFICATE)
-        return cls(cert, key, client_ca or None)
+def serving_tls(cert: str | None, key: str | None, client_ca: str | None) -> ssl.SSLContext | None:
+    """TLS from PEM files; None if none is given. With `client_ca`, only clients with a certificate of that authority
+    are served. Raises ConfigError, also for a file that cannot be read."""
+    if not (cert or key or client_ca):
+        return None
+    if not cert or not key:
+        missing = KEY_VARIABLE if cert else CERT_VARIABLE
+        raise ConfigError(missing, None, "TLS needs a certificate and its key: give both, or neither of them")
+    files.pem(CERT_VARIABLE, cert, files.CERTIFICATE)
+    files.pem(KEY_VARIABLE, key, files.PRIVATE_KEY)
+    if client_ca:
+        files.pem(CLIENT_CA_VARIABLE, client_ca, files.CERTIFICATE)
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=client_ca or None)
+        context.load_cert_chain(cert, key)
+    except OSError as error:  # ssl.SSLError too
+        raise ConfigError(CERT_VARIABLE, cert, f"give a certificate, its key and its authority: {error}") from None
+    if client_ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +93,13 @@ class MetricsAddress:
 
     host: str
     port: int
-    tls: ServingTls | None = None
+    tls: ssl.SSLContext | None = None
     host_names: tuple[str, ...] = ()
 
     @property
     def open_to(self) -> str:
-        """What whoever reaches the address can do."""
-        if self.tls is not None and self.tls.client_ca:
+        """What a client that reaches the address can do."""
+        if self.tls is not None and self.tls.verify_mode == ssl.CERT_REQUIRED:
             return "can read the metrics with a certificate of the clients' authority"
         return "can read the metrics, with the names of runs: they have no login"
 
@@ -100,39 +109,38 @@ class MetricsAddress:
         warning is logged, because a process does its work without them too."""
         variables = os.environ if env is None else env
         try:
-            return cls._parsed(variables)
+            if not (port := variable(variables, PORT_VARIABLE)):
+                return None
+            files_ = (variable(variables, name) for name in (CERT_VARIABLE, KEY_VARIABLE, CLIENT_CA_VARIABLE))
+            host = listening_host(HOST_VARIABLE, variable(variables, HOST_VARIABLE) or LOOPBACK)
+            names = host_names(variable(variables, HOST_NAMES_VARIABLE))
+            return cls(host, port_number(PORT_VARIABLE, port), serving_tls(*files_), names)
         except ConfigError as error:
             log.warning("this process serves no metrics, and goes on without: %s", error)
             return None
 
-    @classmethod
-    def _parsed(cls, variables: Mapping[str, str]) -> MetricsAddress | None:
-        port, host, names, cert, key, client_ca = (
-            variable(variables, name)
-            for name in (
-                *(PORT_VARIABLE, HOST_VARIABLE, HOST_NAMES_VARIABLE),
-                *(CERT_VARIABLE, KEY_VARIABLE, CLIENT_CA_VARIABLE),
-            )
-        )
-        if not port:
-            return None
-        tls = ServingTls.load(cert, key, client_ca)
-        host = listening_host(HOST_VARIABLE, host or LOOPBACK)
-        return cls(host, port_number(PORT_VARIABLE, port), tls, host_names(names))
+
+def is_allowed_host(header: str, names: Collection[str]) -> bool:
+    """Whether a request's `Host` is an address, localhost, or one of these names, in lower case.
+
+    Another site can make its own name resolve to this address (DNS rebinding). But it cannot make a browser name an
+    address instead of that name.
+    """
+    host = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
+    host = host.lower().rstrip(".")
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return host == "localhost" or host in names
+    return True
 
 
-def exposed(collect: Collect) -> tuple[bytes, str]:
-    """The metrics of `collect` in Prometheus' text format, and that format's media type. Raises ServerError without
-    prometheus_client, and what `collect` raises."""
-    client = prometheus()
-    return client.generate_latest(SimpleNamespace(collect=collect)), client.CONTENT_TYPE_LATEST
-
-
-class MetricsServer(Closing):
-    """Serves the metrics of `collect` over HTTP, until `close()` or until nobody refers to it.
+class MetricsServer(Closing, socketserver.TCPServer):
+    """Serves the metrics of `collect` over HTTP, until `close()`, on bounded threads of its own.
 
     Each scrape runs on its own thread, with its own registry, so it contains nothing of other users of
-    prometheus_client in the process. It does not serve in a forked child. `close()` waits for no peer.
+    prometheus_client in the process. A peer that is silent or slow delays neither others nor `close()`. It does not
+    serve in a forked child.
 
     Args:
         address: where to serve.
@@ -142,50 +150,143 @@ class MetricsServer(Closing):
     Raises ServerError if it cannot listen there, and without prometheus_client.
     """
 
+    allow_reuse_address, request_queue_size = True, MOST_SCRAPERS
+
     def __init__(self, address: MetricsAddress, collect: Collect) -> None:
         prometheus()
-        names = {address.host.lower(), socket.gethostname().lower(), *address.host_names}
+        self.collect, self._tls = collect, address.tls  # never change
+        self.names = {address.host.lower(), socket.gethostname().lower(), *address.host_names}  # never change
+        self._owner = fork.OwnerProcess("this server belongs to the parent process")
+        self._lock = concurrency.lock("MetricsServer._lock")  # guards these two
+        self._peers: dict[Any, float] = {}  # when each connection ends
+        self._silent: dict[Any, None] = {}  # those on which nothing was asked, and that may be ended; oldest first
         with ExitStack() as undo:
             try:
-                tls = _context(address.tls) if address.tls is not None else None
-                listener = undo.enter_context(_listening(address.host, address.port))
-                server = HttpServer(listener, tls, partial(exposed, collect), partial(_refused, names))
+                found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+                self.address_family = found[0][0]
+                super().__init__(found[0][4][:2], _Handler)  # type: ignore[arg-type]
+                undo.callback(self.server_close)
+                fork.hide(self.fileno())
+                concurrency.thread(self.serve_forever, "ftcoord-metrics", TURN).start()
             except (OSError, ThreadNotStarted) as error:  # of sockets, names and files
                 where = f"{address.host}:{address.port}"
-                raise ServerError(f"cannot serve numbers on {where}: {error}; choose another address") from None
+                raise ServerError(f"cannot serve metrics on {where}: {error}; choose another address") from None
             undo.pop_all()
         host = f"[{address.host}]" if ":" in address.host else address.host
-        self.url: Final = f"{'https' if tls else 'http'}://{host}:{listener.getsockname()[1]}/metrics"
-        self._owner = OwnerProcess("this server belongs to the parent process")
-        self._end = server.close
-        self._cancel_finalizer = concurrency.when_forgotten(self, server.close, last=True)
+        self.url: Final = f"{'https' if address.tls else 'http'}://{host}:{self.socket.getsockname()[1]}/metrics"
 
     def close(self) -> None:
-        """Stop serving, at once. Idempotent; does nothing in a forked child."""
-        if self._owner.is_current:
-            self._cancel_finalizer()
-            self._end()
+        """Stop serving, at once: waits for no answer in progress. Idempotent; does nothing in a forked child."""
+        if self._owner.is_current and self.fileno() >= 0:
+            _end(self.socket)  # which wakes the thread at once on Linux
+            self.shutdown()
+            self._end_until(math.inf)
+            self.server_close()
+
+    def server_close(self) -> None:
+        fork.unhide(self.fileno())
+        super().server_close()
+
+    def service_actions(self) -> None:
+        """Called after each connection, and every `TURN` seconds."""
+        self._end_until(concurrency.now())
+
+    def _end_until(self, now: float) -> None:
+        with self._lock:
+            for peer, ends in self._peers.items():
+                if ends <= now:
+                    _end(peer)
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            peer, address = super().get_request()
+        except OSError as error:
+            if error.errno in proc.NO_DESCRIPTORS:  # the loop would ask again at once
+                concurrency.sleep(TURN)
+            raise
+        if self._tls is not None:
+            peer = self._tls.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
+        return peer, address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            oldest = next(iter(self._silent), None) if len(self._peers) >= MOST_SCRAPERS else None
+            if oldest is not None:
+                del self._silent[oldest]
+                _end(oldest)
+            welcome = len(self._peers) < (MOST_SCRAPERS if oldest is None else MOST_THREADS)
+            if welcome:
+                self._peers[request] = concurrency.now() + CONNECTION_TIMEOUT
+                self._silent[request] = None
+        try:
+            if welcome:
+                concurrency.thread(self._serve, "ftcoord-scrape", request, client_address).start()
+                return
+        except ThreadNotStarted as error:
+            log.debug("a connection is not served: %s", error)
+        self.shutdown_request(request)
+
+    def _serve(self, request: Any, client_address: Any) -> None:
+        try:
+            with suppress(OSError):  # the peer has gone, or was ended
+                self.finish_request(request, client_address)
+        finally:
+            self.shutdown_request(request)
+
+    def note_request(self, peer: Any) -> None:
+        """A connection has sent its request."""
+        with self._lock:
+            self._silent.pop(peer, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._silent.pop(request, None)
+            self._peers.pop(request, None)
+        super().shutdown_request(request)
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """Raises OSError."""
-    family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(where[:2], family=family, backlog=MOST_SCRAPERS)
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the one request of a connection."""
+
+    server: MetricsServer
+    server_version, sys_version = "ftcoord", ""
+
+    def setup(self) -> None:
+        if isinstance(self.request, ssl.SSLSocket):
+            self.request.do_handshake()
+        super().setup()
+
+    def do_GET(self) -> None:
+        self.server.note_request(self.request)
+        if not is_allowed_host(self.headers.get("Host", ""), self.server.names):
+            why = f"this name is not served: add it to {HOST_NAMES_VARIABLE}\n"
+            self._answer(421, why.encode())
+            return
+        status, kind = 200, PLAIN
+        try:
+            text, kind = exposed(self.server.collect)
+        except FtcoordError as error:
+            status, text = 503, f"{error}\n".encode(errors="replace")
+        except Exception:  # a bug of a collector, which prometheus_client calls: this peer gets an error, not silence
+            log.exception("the metrics could not be read")
+            status, text = 500, b"the metrics could not be read: see the log\n"
+        self._answer(status, text, kind)
+
+    def _answer(self, status: int, text: bytes, kind: str = PLAIN) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        """Log no request."""
 
 
-def _context(tls: ServingTls) -> ssl.SSLContext:
-    """Raises OSError."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.client_ca)
-    context.load_cert_chain(tls.cert, tls.key)
-    if tls.client_ca:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def _refused(names: Collection[str], host: str) -> str:
-    """Why a request with this `Host` is not answered; empty if it is."""
-    known = is_allowed_host(host, names)
-    return "" if known else f"this server has another name: list in {HOST_NAMES_VARIABLE} by which names it is called"
+def _end(peer: socket.socket) -> None:
+    """Wake the thread that reads or writes here. Not by TLS's own way, which would write to the peer."""
+    with suppress(OSError):
+        socket.socket.shutdown(peer, socket.SHUT_RDWR)
 
 
 # -- the metrics of this process -----------------------------------------------------------------------------------
@@ -209,7 +310,7 @@ class _Export:
 def serve_process(address: MetricsAddress | None) -> str | None:
     """Serve the metrics of this process at the first address that is given, from now on until it ends.
 
-    Returns where they are served; None if they are not. If they cannot be served, one log line says so.
+    Returns where they are served; None if they are not. If they cannot be served, one line is logged.
     """
     return None if address is None else concurrency.of_process(_Export).serve(address)
 

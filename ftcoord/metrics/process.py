@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ftcoord import __version__, concurrency
@@ -20,6 +20,8 @@ from ftcoord.errors import ServerError
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+Collect = Callable[[], "Iterable[Metric]"]
+"""Returns metrics."""
 RUN: Final = ("run",)
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """The upper bounds of the buckets for times: from one request to a round that waits for its last node."""
@@ -31,6 +33,17 @@ def prometheus() -> ModuleType:
         return importlib.import_module("prometheus_client")
     except ImportError:
         raise ServerError("prometheus_client is not installed: pip install prometheus_client") from None
+
+
+def exposed(collect: Collect) -> tuple[bytes, str]:
+    """The metrics of `collect` in Prometheus' text format, and that format's media type. Raises ServerError without
+    prometheus_client, and what `collect` raises."""
+    client = prometheus()
+    return client.generate_latest(SimpleNamespace(collect=collect)), client.CONTENT_TYPE_LATEST
+
+
+SERIES: Final[list[Series]] = []
+"""All metrics of a process."""
 
 
 class Series:
@@ -49,26 +62,27 @@ class Series:
         self.kind, self.name, self.about, self.labels = kind, name, about, labels  # never change
         self.look: Callable[[], float] | None = None
         """Returns the value of a gauge that changes on its own, nan for none. Set once, when its module is loaded."""
+        SERIES.append(self)
 
     def begin(self, *labels: str) -> None:
         """Start at 0. Prometheus sees no increase in a first value that is not 0."""
-        _count(self, labels, lambda _child: None)
+        _count(self, labels)
 
     def add(self, *labels: str) -> None:
         """Count once."""
-        _count(self, labels, lambda child: child.inc())
+        _count(self, labels, "inc")
 
     def set(self, value: float, *labels: str) -> None:
         """Set a gauge."""
-        _count(self, labels, lambda child: child.set(value))
+        _count(self, labels, "set", value)
 
     def observe(self, seconds: float, *labels: str) -> None:
         """Add one duration to a histogram."""
-        _count(self, labels, lambda child: child.observe(seconds))
+        _count(self, labels, "observe", seconds)
 
     def drop(self, *labels: str) -> None:
         """Remove a value."""
-        _count(self, labels, None)
+        _count(self, labels, "remove")
 
 
 Counter = partial(Series, "Counter")
@@ -107,12 +121,6 @@ TIMERS_EXPIRED: Final = Counter("ftcoord_timers_expired", "Expiration timers tha
 REQUEST_SECONDS: Final = Histogram("ftcoord_etcd_request_seconds", "Answered requests to etcd.", ("method",))
 REQUEST_FAILURES: Final = Counter("ftcoord_etcd_request_failures", "Requests to etcd that failed.", ("method", "code"))
 
-SERIES: Final = (
-    *(ROUND, RANK, ROUND_SEATS, ROUNDS, JOIN_SECONDS, RECALLS, WORKER_FAILURES),
-    *(QUORUM_ID, QUORUM_REPLICAS, REPLICA_STEP, QUORUMS, QUORUM_FAILURES, QUORUM_SECONDS, VOTES, GATEWAY_REPLICAS),
-    *(LEASES_KEPT, LEASE_LEFT, LEASE_SHARE, LEASES_LOST, TIMERS, TIMERS_EXPIRED, REQUEST_SECONDS, REQUEST_FAILURES),
-)
-
 
 class _Counting:
     """The metrics in prometheus_client. It has a registry of its own, without those of the user's program."""
@@ -121,21 +129,20 @@ class _Counting:
         client = prometheus()
         self.registry = client.CollectorRegistry(auto_describe=False)
         client.Info("ftcoord", "The release of ftcoord.", registry=self.registry).info({"version": __version__})
-        self._made = {one: self._make(client, one) for one in SERIES}
-        self._changes: deque[Callable[[], None]] = deque()  # any thread, one step at a time
+        self._made: dict[Series, Any] = {}
+        for one in SERIES:
+            more = {"buckets": SECONDS} if one.kind == "Histogram" else {}
+            make = getattr(client, one.kind)
+            self._made[one] = make(one.name, one.about, one.labels, registry=self.registry, **more)
+            if one.look is not None:
+                self._made[one].set_function(one.look)
+        self._changes: deque[tuple[Series, tuple[str, ...], str, tuple[float, ...]]] = deque()  # any thread
         self._turn = concurrency.lock("_Counting._turn")
 
-    def _make(self, client: ModuleType, series: Series) -> Any:
-        more: dict[str, Any] = {"buckets": SECONDS} if series.kind == "Histogram" else {}
-        made = getattr(client, series.kind)(series.name, series.about, series.labels, registry=self.registry, **more)
-        if series.look is not None:
-            made.set_function(series.look)
-        return made
-
-    def count(self, change: Callable[[], None]) -> None:
-        """Make a change now; or leave it to whoever is counting: a signal handler may count in the middle of a count of
-        its own thread, which has locks of prometheus_client that are not reentrant."""
-        self._changes.append(change)
+    def count(self, series: Series, labels: tuple[str, ...], what: str, *values: float) -> None:
+        """Make a change now; or leave it to the thread that is counting: a signal handler may count in the middle of a
+        count of its own thread, which has locks of prometheus_client that are not reentrant."""
+        self._changes.append((series, labels, what, values))
         if self._turn.acquire(blocking=False):
             try:
                 self._make_changes()
@@ -143,21 +150,21 @@ class _Counting:
                 self._turn.release()
 
     def collect(self) -> Iterable[Metric]:
-        with self._turn:  # what was left to somebody who was just done
+        with self._turn:  # what was left to a thread that had just finished
             self._make_changes()
         found: Iterable[Metric] = self.registry.collect()
         return found
 
     def _make_changes(self) -> None:
         while self._changes:
-            self._changes.popleft()()
-
-    def change(self, series: Series, labels: tuple[str, ...], change: Callable[[Any], object] | None) -> None:
-        made = self._made[series]
-        if change is None:
-            made.remove(*labels)
-        else:
-            change(made.labels(*labels) if labels else made)
+            series, labels, what, values = self._changes.popleft()
+            made = self._made[series]
+            if what == "remove":
+                made.remove(*labels)
+                continue
+            child = made.labels(*labels) if labels else made
+            if what:
+                getattr(child, what)(*values)
 
 
 _counting: _Counting | None = None
@@ -191,9 +198,9 @@ def collect_process() -> Iterator[Metric]:
             yield family
 
 
-def _count(series: Series, labels: tuple[str, ...], change: Callable[[Any], object] | None) -> None:
+def _count(series: Series, labels: tuple[str, ...], what: str = "", *values: float) -> None:
     if (counting := _counting) is not None:
-        counting.count(partial(counting.change, series, labels, change))
+        counting.count(series, labels, what, *values)
 
 
 def note_round(run: str, number: int, rank: int, seats: int, seconds: float) -> None:

@@ -1,22 +1,35 @@
-"""Operators' orders, from the command line or the dashboard: the target is found by name, and the result reported."""
+"""Operators' orders, from the command line or the dashboard: the target is found by name, the order is one guarded
+transaction, and the result is reported.
+
+`by` is who gives an order: the job's history records it. `timeout` is in seconds, for each request.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core.layout import quorum_prefix, run_prefix
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, parse_decided, parse_join_request
-from ftcoord.core.round_history import counted
-from ftcoord.errors import ConfigError, FtcoordError, NotInQuorum, StateError
-from ftcoord.etcd.api import Etcd, EtcdCalls
-from ftcoord.operator.acting import close_run, drain_nodes, evict
-from ftcoord.operator.job_keys import GroupKeys, JobKeys
-from ftcoord.operator.naming import NamedMember, members_called, owners
-from ftcoord.operator.noting import ordered
+from ftcoord.core import rendezvous_records
+from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
+from ftcoord.core.layout import death_key, member_of, quorum_prefix, run_prefix
+from ftcoord.core.quorum_records import parse_replica
+from ftcoord.core.rendezvous import why_not_drained
+from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, parse_decided, parse_join_request
+from ftcoord.errors import ConfigError, EtcdError, FtcoordError, NotInQuorum, OutcomeUnknown, StateError
+from ftcoord.escaping import counted
+from ftcoord.etcd.api import Compare, Etcd, KeyValue, Put
+from ftcoord.etcd.retry import TimeLimit
+from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.reading import read_job
-from ftcoord.operator.told import FORMAT, Done, no_such_job
+from ftcoord.operator.report import FORMAT, Done, no_such_job
+from ftcoord.primitives.group.events import ordered
+from ftcoord.rendezvous.record_change import RecordChange, change_record, draining, ending
+
+CLOSED_TTL: Final = 3600
+"""Seconds that the record of a run that never had one lives: the agents' default."""
 
 
 class NothingThere(FtcoordError):
@@ -28,34 +41,134 @@ def because(what: str, reason: str | None) -> str:
     return f"{what}: {reason}" if reason else what
 
 
-def find_members(etcd: EtcdCalls, key_prefix: str, job: str, name: str) -> list[NamedMember]:
-    """The members that a name refers to, all of one owner. Raises NothingThere, ConfigError if the name matches several
-    owners, and EtcdError."""
-    return _find(_known_job(etcd, key_prefix, job), job, name)
+# -- whom a name means ----------------------------------------------------------------------------------------------
 
 
-def _find(keys: JobKeys, job: str, name: str) -> list[NamedMember]:
+@dataclass(frozen=True, slots=True)
+class NamedMember:
+    """A live member of a job.
+
+    Args:
+        prefix: its group's prefix.
+        kv: its key.
+        owner: the owner of its leases: the node's id, or the replica's name.
+        host: its machine, usually with the pid of its agent, as `host7 (pid 4711)`; empty if its key has none.
+        group: rendezvous or quorums.
+    """
+
+    prefix: str
+    kv: KeyValue
+    owner: str
+    host: str
+    group: str
+
+    @property
+    def id(self) -> str:
+        return member_of(self.kv.key)
+
+    def __str__(self) -> str:
+        where = f" on {self.host}" if self.host else ""
+        return f"{self.owner}{where} (member {self.id} of the {self.group})"
+
+
+def members_called(keys: JobKeys, name: str) -> list[NamedMember]:
+    """The members with this member id, node id, replica id or host, oldest first.
+
+    A host may be named without the pid of its agent. A replica that has torchft's id, `name:uuid`, may be named without
+    the uuid, or by its beginning; never by a part of the name, since `train_1` is not `train_10`.
+    """
+    members, begins = [*_named_members(keys)], name if ":" in name else f"{name}:"
+    found = [one for one in members if name in (one.id, one.owner, one.host, one.host.partition(" (pid ")[0]) and name]
+    return found or [one for one in members if one.group == "quorums" and one.owner.startswith(begins) and name]
+
+
+def owners(members: Sequence[NamedMember]) -> set[tuple[str, str]]:
+    """The owners of these members. An owner may have several leases; several owners may share a host's name."""
+    return {(one.group, one.owner) for one in members}
+
+
+def _named_members(keys: JobKeys) -> Iterator[NamedMember]:
+    for kv in keys.rounds.members():
+        ask = _ask_of(kv)  # a member whose record cannot be read has an id all the same
+        yield NamedMember(keys.rounds.prefix, kv, ask.node if ask else "", ask.host if ask else "", "rendezvous")
+    for kv in keys.quorum.members():
+        owner = ""
+        with suppress(StateError):
+            owner = parse_replica(kv.key, kv.value).request.replica_id
+        yield NamedMember(keys.quorum.prefix, kv, owner, "", "quorums")
+
+
+def _ask_of(kv: KeyValue) -> JoinRequest | None:
+    with suppress(StateError):
+        return parse_join_request(kv.key, kv.value)
+    return None
+
+
+def _known_job(etcd: Etcd, key_prefix: str, job: str) -> JobKeys:
+    keys = read_job(etcd, key_prefix, job)
+    if not keys.exists:
+        raise NothingThere(no_such_job(job))
+    return keys
+
+
+def _find(keys: JobKeys, name: str) -> list[NamedMember]:
     members = members_called(keys, name)
     if not members:
-        raise NothingThere(f"no live member of {job!r} is called {name!r}: `ftcoord status` shows who is there")
+        raise NothingThere(f"no live member of {keys.job!r} is called {name!r}: `ftcoord status` lists the members")
     if len(owners(members)) > 1:
         listed = " or ".join(f"{one.id} ({one.owner})" for one in members[:5])
         raise ConfigError("NODE", name, f"it is the name of several: give the member id of {listed}")
     return members
 
 
-def evict_members(etcd: EtcdCalls, job: str, members: Sequence[NamedMember], cause: str, by: str) -> Done:
-    """Revoke the leases of members of a job. Raises EtcdError."""
+# -- evict ----------------------------------------------------------------------------------------------------------
+
+
+def find_members(etcd: Etcd, key_prefix: str, job: str, name: str) -> list[NamedMember]:
+    """The members that a name refers to, all of one owner. Raises NothingThere, ConfigError if the name matches several
+    owners, and EtcdError."""
+    return _find(_known_job(etcd, key_prefix, job), name)
+
+
+def evict_members(etcd: Etcd, job: str, members: Sequence[NamedMember], cause: str, by: str) -> Done:
+    """Revoke the leases of members of a job; `cause` is written about each, such as `evicted by ann@desk: too slow`.
+
+    Raises EtcdError; OutcomeUnknown if a cause is written and the lease may live. It may be called again.
+    """
     did, left = list[str](), list[str]()
     for one in members:
-        if evict(etcd, one, cause, by):
+        if _evict(etcd, one, cause, by):
             did.append(f"evicted {one}: the others go on; a process that lives comes back as a new member")
         else:
             left.append(f"{one} was gone already")
     return Done(FORMAT, job, tuple(did), tuple(left))
 
 
-def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force: bool) -> list[JoinRequest]:
+def _evict(etcd: Etcd, member: NamedMember, cause: str, by: str) -> bool:
+    """Returns whether the member was still there.
+
+    The cause is written first: without it, the others would give the member time to come back to its seat.
+    """
+    grave, who = etcd.grant(REMEMBERED_FOR), member.host or member.owner
+    cause = f"{who} was {cause}"
+    death = Put(death_key(member.prefix, member.id), encode(Death(cause, int(concurrency.wall() * 1000))), grave.id)
+    is_there = Compare(member.kv.key, "lease", "=", member.kv.lease)
+    if not etcd.txn([is_there], [death, *ordered(etcd, member.prefix, cause, target=who, by=by)]).succeeded:
+        etcd.revoke(grave.id)
+        return False
+    try:
+        etcd.revoke(member.kv.lease)
+    except EtcdError as error:
+        raise OutcomeUnknown(
+            f"the cause of {member} is written, but its lease may still live: evict it again: {error}"
+        ) from None
+    return True
+
+
+# -- drain and close ------------------------------------------------------------------------------------------------
+
+
+def find_leavers(etcd: Etcd, key_prefix: str, job: str, name: str, *, force: bool) -> list[JoinRequest]:
     """The requests of the members of a node that is to leave a run, oldest first.
 
     Args:
@@ -65,53 +178,49 @@ def find_leavers(etcd: EtcdCalls, key_prefix: str, job: str, name: str, *, force
     StateError and EtcdError.
     """
     keys = _known_job(etcd, key_prefix, job)
-    members, rounds = _find(keys, job, name), keys.rounds
+    members, rounds = _find(keys, name), keys.rounds
     if members[0].group != "rendezvous":
         raise ConfigError("NODE", name, "it is a replica of a quorum, which has no rounds to leave: `ftcoord kill` it")
     asks = [parse_join_request(one.kv.key, one.kv.value) for one in members]
     now = parse_decided(rounds.decided.key, rounds.decided.value) if rounds.decided is not None else NO_ROUND
     limits = now.limits if now.limits != NO_ROUND.limits else asks[0].limits
-    stay = {ask.node for ask in _asks(rounds) if ask.limits == limits and not ask.leaving}
+    live = [ask for ask in map(_ask_of, rounds.members()) if ask is not None]
+    stay = {ask.node for ask in live if ask.limits == limits}
     stay -= {*now.drained, *(ask.node for ask in asks)}
     if len(stay) < limits[0] and not force:
         raise NothingThere(
-            f"{len(stay)} of at least {counted(limits[0], 'node')} would be left of {job!r}, which would stand still:"
+            f"{len(stay)} of at least {counted(limits[0], 'node')} would be left of {job!r}, too few for a round:"
             " start another node first, or force it (--force)"
         )
     return asks
 
 
-def _asks(rounds: GroupKeys) -> Iterator[JoinRequest]:
-    """The requests of all members whose keys can be read."""
-    for kv in rounds.members():
-        with contextlib.suppress(StateError):
-            yield parse_join_request(kv.key, kv.value)
-
-
 def drain(
-    etcd: EtcdCalls, key_prefix: str, job: str, name: str, reason: str, by: str, timeout: float, *, force: bool
+    etcd: Etcd, key_prefix: str, job: str, name: str, reason: str, by: str, timeout: float, *, force: bool
 ) -> Done:
-    """Have a node leave a run, within `timeout` seconds for each request. Its history records `by` whom.
+    """Have a node leave a run; `reason` is written about it, after the name of its host. It and the others learn of it
+    at once, with the record.
 
     Whether enough nodes stay is checked after the record to be replaced was read: so of two operators who drain at the
     same moment, the second one sees what the first one did.
 
     Raises what `find_leavers` raises.
     """
-    node = ""
+    node = why = ""
 
-    def leavers() -> list[JoinRequest]:
-        nonlocal node
+    def change(now: AnyRound) -> RecordChange | None:
+        nonlocal node, why
         asks = find_leavers(etcd, key_prefix, job, name, force=force)
-        node = f"{asks[0].node} on {asks[0].host}"
-        return asks
+        node, why = f"{asks[0].node} on {asks[0].host}", why_not_drained(now, asks)
+        return draining(now, asks, reason)
 
-    if why := drain_nodes(etcd, run_prefix(key_prefix, job), leavers, reason, by, timeout):
+    change_record(etcd, run_prefix(key_prefix, job), CLOSED_TTL, change, by=by, within=TimeLimit(timeout))
+    if why:
         return Done(FORMAT, job, (), (f"{node}: {why}",))
     return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
 
 
-def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:
+def nodes_of_run(etcd: Etcd, key_prefix: str, job: str) -> int:
     """How many nodes a run that may be closed has. Raises NothingThere and EtcdError."""
     keys = _known_job(etcd, key_prefix, job)
     if keys.rounds.is_empty:
@@ -119,18 +228,25 @@ def nodes_of_run(etcd: EtcdCalls, key_prefix: str, job: str) -> int:
     return len(keys.rounds.members())
 
 
-def close_job(etcd: EtcdCalls, key_prefix: str, job: str, reason: str, by: str, timeout: float) -> Done:
-    """End a run for all of its nodes, within `timeout` seconds for each request. Its history records `by` whom.
+def close_job(etcd: Etcd, key_prefix: str, job: str, reason: str, by: str, timeout: float) -> Done:
+    """End a run for all of its nodes. Raises StateError if the record is not ftcoord's, and EtcdError."""
+    over, prefix = "", run_prefix(key_prefix, job)
 
-    Raises StateError and EtcdError.
-    """
-    over = close_run(etcd, run_prefix(key_prefix, job), reason, by, timeout)
+    def change(now: AnyRound) -> RecordChange | None:
+        nonlocal over
+        over = now.closed
+        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True)
+
+    change_record(etcd, prefix, CLOSED_TTL, change, by=by, within=TimeLimit(timeout))
     if over:
         return Done(FORMAT, job, (), (f"it was over already: {over}",))
     return Done(FORMAT, job, (f"closed {job!r}: {reason}",))
 
 
-def replica_called(etcd: EtcdCalls, key_prefix: str, job: str, name: str) -> str:
+# -- kill -----------------------------------------------------------------------------------------------------------
+
+
+def replica_called(etcd: Etcd, key_prefix: str, job: str, name: str) -> str:
     """The id of the replica that a name refers to; the name itself if there is none. Raises ConfigError if the name
     matches several replicas, and EtcdError."""
     found = {one.owner for one in members_called(read_job(etcd, key_prefix, job), name) if one.group == "quorums"}
@@ -146,19 +262,12 @@ def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: s
     """
     from ftcoord.coordination.kills import order_kill  # only here: it brings what managers need
 
+    prefix = quorum_prefix(key_prefix, job)
     try:
-        prefix = quorum_prefix(key_prefix, job)
-        told = ordered(etcd, prefix, f"{replica}: {message}", replica, by)
-        order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=told)
+        record = ordered(etcd, prefix, f"{replica}: {message}", target=replica, by=by)
+        order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=record)
     except NotInQuorum:
-        raise NothingThere(f"no live replica of {job!r} is called {replica!r}: `ftcoord status` shows them") from None
+        raise NothingThere(f"no live replica of {job!r} is called {replica!r}: `ftcoord status` lists them") from None
     except TimeoutError as error:
         raise NothingThere(f"{replica!r} was not killed in time: {error}") from None
     return Done(FORMAT, job, (f"killed the manager of {replica!r}: {message}",))
-
-
-def _known_job(etcd: EtcdCalls, key_prefix: str, job: str) -> JobKeys:
-    keys = read_job(etcd, key_prefix, job)
-    if not keys.exists:
-        raise NothingThere(no_such_job(job))
-    return keys

@@ -1,21 +1,38 @@
-"""The status of one job, from its keys. Pure."""
+"""The status of one job, from its keys: who is there, who is missing, and why nothing is decided. Pure.
+
+Why there is no next round or quorum is what the deciders' own functions return for these keys.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any, Final, TypeVar
 
-from ftcoord.core.quorum import QuorumOptions
-from ftcoord.core.round_situation import RoundOptions
-from ftcoord.operator.job_keys import JobKeys, LeaseTime
-from ftcoord.operator.quorums import tell_quorums
-from ftcoord.operator.rounds import tell_rounds
-from ftcoord.operator.timers import tell_timers
-from ftcoord.operator.told import FORMAT, JobStatus, NodeStatus, ReplicaStatus
+from ftcoord.core import quorum as quorum_rules
+from ftcoord.core import rendezvous_records as records
+from ftcoord.core.layout import is_expired_key, member_of, roll_key, roll_span
+from ftcoord.core.manager_address import parted
+from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, attendance, failing
+from ftcoord.core.quorum_head import parse_quorum
+from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, ReplicaRecord, parse_replica
+from ftcoord.core.recovery import heals_from
+from ftcoord.core.rendezvous import decide, outlook
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation, limits_of
+from ftcoord.core.timers import Timer, Worker, parse_timers
+from ftcoord.core.verdict import Publish, Standing, Verdict
+from ftcoord.errors import StateError
+from ftcoord.etcd.api import KeyValue
+from ftcoord.operator import report
+from ftcoord.operator.job_keys import GroupKeys, JobKeys, Members
 
-Member = TypeVar("Member", NodeStatus, ReplicaStatus)
+Member = TypeVar("Member", report.NodeStatus, report.ReplicaStatus)
+
+NOW: Final = 0.0
+"""The time of a look: everything counts as first seen now, since keys do not record when they were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +43,47 @@ class Rules:
     quorum: QuorumOptions = field(default_factory=lambda: QuorumOptions(1, 60.0))
 
 
-def tell_job(keys: JobKeys, rules: Rules) -> JobStatus:
+def tell_job(keys: JobKeys, rules: Rules) -> report.JobStatus:
     """The status of a job, but for its leases. It depends on the keys alone."""
-    rounds = quorum = None
-    unreadable = []
-    if not keys.rounds.is_empty:
-        rounds, odd = tell_rounds(keys.rounds, rules.rounds)
-        unreadable += odd
-    if not keys.quorum.is_empty:
-        quorum, odd = tell_quorums(keys.quorum, rules.quorum)
-        unreadable += odd
-    timers, odd = tell_timers(keys.timers)
-    unreadable += odd
-    healthy = all(one.healthy for one in (rounds, quorum) if one is not None) and keys.exists and not unreadable
-    about = FORMAT, keys.job, keys.revision, keys.exists, healthy
-    return JobStatus(*about, rounds, quorum, tuple(unreadable), tuple(timers))
+    unreadable = list[report.Unreadable]()
+    rounds = None if keys.rounds.is_empty else _rounds(keys.rounds, rules.rounds, unreadable)
+    quorum = None if keys.quorum.is_empty else _quorums(keys.quorum, rules.quorum, unreadable)
+    timers = _timers(keys.timers, unreadable)
+    return report.JobStatus(
+        format=report.FORMAT,
+        job=keys.job,
+        revision=keys.revision,
+        exists=keys.exists,
+        healthy=keys.exists and not unreadable and all(one is None or one.healthy for one in (rounds, quorum)),
+        rounds=rounds,
+        quorum=quorum,
+        unreadable=tuple(unreadable),
+        timers=tuple(timers),
+    )
+
+
+def tell_line(status: report.JobStatus) -> report.JobLine:
+    """The line about a job that has rounds or quorums."""
+    rounds, quorum, state, note = status.rounds, status.quorum, "other", ""
+    standings = [one.standing for one in rounds.members] if rounds else []
+    standings += [one.standing for one in quorum.replicas] if quorum else []
+    if rounds is not None:
+        state = "degraded" if rounds.missing and rounds.state in ("running", "seating") else rounds.state
+        note = rounds.closed or rounds.recalled or rounds.before or ("" if rounds.healthy else rounds.next.reason)
+    elif quorum is not None:
+        state, note = quorum.state, "" if quorum.healthy else quorum.next.reason
+        if quorum.id and state in ("training", "forming"):  # between two steps of a healthy job some replicas ask
+            state = "training" if quorum.healthy else "degraded"
+    return report.JobLine(
+        job=status.job,
+        state=state,
+        round=rounds.number if rounds else None,
+        nodes=rounds.size if rounds else None,
+        quorum=quorum.id if quorum else None,
+        replicas=quorum.size if quorum else None,
+        members=sum(standing not in report.UNCOUNTED for standing in standings),
+        note=note,
+    )
 
 
 def foremost(members: Sequence[Member], most: int | None) -> Sequence[Member]:
@@ -52,21 +95,261 @@ def foremost(members: Sequence[Member], most: int | None) -> Sequence[Member]:
     return sorted(members, key=lambda one: one.standing == usual)[:most]
 
 
-def members_of(status: JobStatus, most: int | None = None) -> list[str]:
-    """The member ids in a status, in order; only those that are shown if each group has `most` rows."""
-    nodes = [one.member for one in foremost(status.rounds.members, most)] if status.rounds else []
-    return nodes + [one.member for one in foremost(status.quorum.replicas, most)] if status.quorum else nodes
+def _next(verdict: Verdict[Any]) -> report.NextDecision:
+    return report.NextDecision("publish" if isinstance(verdict, Publish) else "wait", verdict.reason, verdict.rule)
 
 
-def with_leases(status: JobStatus, leases: Mapping[str, LeaseTime]) -> JobStatus:
-    """The same status, with the leases of the members that are named here."""
-    rounds, quorum = status.rounds, status.quorum
-    if rounds is not None:
-        rounds = replace(rounds, members=tuple(_with_lease(one, leases.get(one.member)) for one in rounds.members))
-    if quorum is not None:
-        quorum = replace(quorum, replicas=tuple(_with_lease(one, leases.get(one.member)) for one in quorum.replicas))
-    return replace(status, rounds=rounds, quorum=quorum)
+def _last_death(keys: GroupKeys) -> str:
+    """Why nothing is decided if all members died before the first decision; else empty."""
+    causes = [*keys.causes().values()]
+    if keys.decided is not None or keys.below_members or not causes:
+        return ""
+    return f"no member is left; the last one ended before the first decision: {causes[-1]}"
 
 
-def _with_lease(one: Member, lease: LeaseTime | None) -> Member:
-    return one if lease is None else replace(one, lease_left=lease.left, lease_ttl=lease.ttl)
+def _copied(source: object, *names: str) -> dict[str, Any]:
+    """The fields of a record that a status has under the same names."""
+    return {name: getattr(source, name) for name in names}
+
+
+def _ranked(members: Iterable[Member]) -> tuple[Member, ...]:
+    """Those with a rank first."""
+    return tuple(sorted(members, key=lambda one: (one.rank is None, one.rank or 0)))
+
+
+# -- rounds ---------------------------------------------------------------------------------------------------------
+
+_STANDINGS: Final = {
+    Standing.SEATED: "seating",
+    Standing.ANSWERED: "running",
+    Standing.MISSED: "away",
+    Standing.SPARE: "spare",
+    Standing.CLOSED: "over",
+    Standing.REFUSED: "refused",
+    Standing.DRAINED: "draining",
+}
+
+
+def _rounds(keys: GroupKeys, options: RoundOptions, unreadable: list[report.Unreadable]) -> report.RoundsStatus:
+    """The state of a run's rounds. Adds the keys that are not counted in it.
+
+    Args:
+        options: the nodes' `rdzv_conf`, which etcd does not have.
+    """
+    members, previous, limits, causes = Members(keys, records.parse_join_request), None, (0, 0), keys.causes()
+    try:
+        previous = _last_round(keys)
+        members.check_numbers(keys.decided, (previous or NO_ROUND).number)
+    except StateError as error:
+        members.odd.append(report.Unreadable(error.key, str(error)))
+        state, previous, next_ = "unreadable", None, report.NextDecision("withheld", str(error))
+    else:
+        candidates = [RoundCandidate(member_of(kv.key), ask, NOW) for kv, ask in members.live]
+        seen = RoundSituation(candidates, NOW, previous, NOW, deaths=causes, gone_since=NOW, unreadable=members.unread)
+        limits, state = limits_of(seen), _state_of_rounds(previous, [ask for _, ask in members.live])
+        next_ = _next(decide(seen, options, NOW))
+    unreadable += members.odd
+    newest, live = {ask.node: kv for kv, ask in members.live}, {_holder(kv, ask) for kv, ask in members.live}
+    round_ = previous or NO_ROUND
+    # Nobody is missing from a round that is over or recalled: live nodes join the next one.
+    seats = () if round_.closed or round_.recalled else round_.seats
+    gone = [(rank, seat) for rank, seat in enumerate(seats) if seat.member not in live]
+    fewest, most = limits if limits != (0, 0) else round_.limits
+    return report.RoundsStatus(
+        state=state,
+        healthy=state == "finished" or (state == "running" and not gone and next_.decision == "wait"),
+        min_nodes=fewest,
+        max_nodes=most,
+        next=replace(next_, reason=_last_death(keys) or next_.reason),
+        members=_ranked(_node(previous, kv, ask, limits, kv is newest[ask.node]) for kv, ask in members.live),
+        missing=tuple(
+            report.MissingNode(rank, **_copied(seat, "node", "host", "member"), cause=causes.get(seat.member, ""))
+            for rank, seat in gone
+        ),
+        **_copied(round_, "number", "size", "ready", "address", "port", "recalled", "closed", "outcome", "before"),
+    )
+
+
+def _last_round(keys: GroupKeys) -> Round | None:
+    """With all of its seats; None before the first. Raises StateError."""
+    if keys.decided is None:
+        return None
+    record = records.parse_decided(keys.decided.key, keys.decided.value)
+    if not isinstance(record, RoundHead):
+        return record
+    start, chunks = roll_span(keys.prefix, record.roll).start, range(record.chunks)
+    kvs = [keys.roll.get(roll_key(keys.prefix, record.roll, at)) for at in chunks]
+    if None in kvs:
+        raise StateError(start, f"is not whole, though {keys.decided.key} refers to it")
+    return records.with_roll(
+        record, *records.roll_of(start, record, (records.parse_chunk(kv.key, kv.value) for kv in kvs if kv))
+    )
+
+
+def _state_of_rounds(previous: Round | None, asks: Sequence[JoinRequest]) -> str:
+    if previous is not None and previous.closed and not any(ask.reopens == previous.number for ask in asks):
+        return previous.outcome or "closed"
+    if previous is None or previous.closed or previous.recalled or not previous.size or not asks:
+        return "forming" if asks else "empty"
+    return "running" if previous.ready else "seating"
+
+
+def _holder(kv: KeyValue, ask: JoinRequest) -> str:
+    """The member that a node has its seat as."""
+    return ask.holds or member_of(kv.key)
+
+
+def _node(
+    previous: Round | None, kv: KeyValue, ask: JoinRequest, limits: tuple[int, int], is_newest: bool
+) -> report.NodeStatus:
+    return report.NodeStatus(
+        rank=previous.ranks.get(_holder(kv, ask)) if previous else None,
+        member=member_of(kv.key),
+        standing=_standing_of_node(previous, _holder(kv, ask), ask, limits) if is_newest else "replaced",
+        said="; ".join(one.line for one in ask.failed),
+        since_revision=kv.create_revision,
+        **_copied(ask, "node", "host"),
+    )
+
+
+def _standing_of_node(previous: Round | None, holder: str, ask: JoinRequest, limits: tuple[int, int]) -> str:
+    if previous is None:
+        return "waiting" if ask.limits == limits or limits == (0, 0) else "refused"
+    if ask.node in previous.drained and not previous.closed:
+        return _STANDINGS[Standing.DRAINED]
+    # Who holds a seat has asked for that round, though its key names no earlier one any more.
+    asked = replace(ask, after=min(ask.after, ask.seated - 1)) if ask.holds else ask
+    found = outlook(previous, holder, asked).standing
+    if found is Standing.PENDING:
+        takes_seat = not previous.recalled and ask.seated == previous.number > 0
+        return "seated" if takes_seat and previous.rank_of(holder) is not None else "waiting"
+    return "called back" if found is Standing.ANSWERED and previous.recalled else _STANDINGS[found]
+
+
+# -- quorums --------------------------------------------------------------------------------------------------------
+
+
+NO_QUORUM: Final = QuorumRecord(number=0, id=0, seats=(), idle=(), created=0.0)
+
+
+def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Unreadable]) -> report.QuorumStatus:
+    """The state of a job's quorums. Adds the keys that are not counted in it.
+
+    Args:
+        options: the options of the job's address. The replicas' records have its min_replicas: the largest one counts,
+            also against this one.
+    """
+    members, previous, next_, state = Members(keys, parse_replica), None, None, ""
+    try:
+        if keys.decided is not None:
+            roster = keys.roster.value if keys.roster else None
+            previous = parse_quorum(keys.decided.key, keys.decided.value, roster)
+        members.check_numbers(keys.decided, max(previous.number, previous.id) if previous else 0)
+    except StateError as error:
+        members.odd.append(report.Unreadable(error.key, str(error)))
+        previous, next_, state = None, report.NextDecision("withheld", str(error)), "unreadable"
+    else:
+        fewest = max([options.min_replicas, *(one.min_replicas for _, one in members.live)])
+        options = replace(options, min_replicas=fewest)
+    unreadable += members.odd
+    quorum = previous or NO_QUORUM
+    replicas = [_candidate(kv, record, quorum) for kv, record in members.live]
+    statuses, live, fewest = _replicas(quorum, replicas), {_name(one) for one in replicas}, options.min_replicas
+    if next_ is None:
+        seen = QuorumSituation(replicas, previous, NOW, unreadable=len(members.unread))
+        next_ = _next(quorum_rules.decide(seen, options, NOW))
+        asking = {one.replica_id for one in statuses if one.standing == "asking"}
+        if next_.decision == "wait" and (len(live) < fewest or not asking):
+            more = f"; start {fewest - len(live)} more" if len(live) < fewest else ""
+            next_ = replace(next_, reason=f"{attendance([*asking], len(live), fewest)}{more}")
+    trouble, causes = failing(quorum, fewest), keys.causes()
+    gone = [(rank, seat) for rank, seat in enumerate(quorum.seats) if _name(seat) not in live]
+    if state != "unreadable":
+        is_asked = any(one.standing in ("asking", "unclear") for one in statuses)
+        state = "empty" if not statuses else "forming" if is_asked else "training" if previous else "idle"
+    return report.QuorumStatus(
+        state=state,
+        healthy=next_.decision != "withheld" and len(live) >= max(fewest, 1) and not trouble and not gone,
+        size=len(quorum.seats),
+        max_step=max((seat.request.step for seat in quorum.seats), default=0),
+        min_replicas=fewest,
+        next=replace(next_, reason=_last_death(keys) or "; ".join(filter(None, (next_.reason, trouble)))),
+        replicas=statuses,
+        missing=tuple(
+            report.MissingReplica(rank, _name(seat), seat.member, causes.get(seat.member, "")) for rank, seat in gone
+        ),
+        **_copied(quorum, "number", "id", "created"),
+    )
+
+
+def _candidate(kv: KeyValue, record: ReplicaRecord, quorum: QuorumRecord) -> QuorumCandidate:
+    """With the profile of the quorum, which a replica may have left out."""
+    when = {"came_at": kv.create_revision, "asked_at": kv.mod_revision, "wrote_at": kv.mod_revision}
+    return QuorumCandidate.of(member_of(kv.key), record, quorum.profiles, NOW, **when)
+
+
+def _name(one: QuorumCandidate | QuorumSeat) -> str:
+    """A replica's name: it may have another lease since it got a seat."""
+    return one.request.replica_id
+
+
+def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> tuple[report.ReplicaStatus, ...]:
+    seats = {_name(seat): (rank, seat.request.step) for rank, seat in enumerate(quorum.seats)}
+    sources, newest = heals_from(quorum.requests, 0), {_name(one): one.member for one in replicas}
+    top, found = max((step for _, step in seats.values()), default=0), []
+    for one in replicas:
+        is_newest = newest[_name(one)] == one.member
+        rank, step = seats.get(_name(one), (None, top)) if is_newest else (None, top)
+        standing = "idle" if rank is None else "training"
+        if one.asked > quorum.answered.get(one.member, 0):
+            standing = "asking" if one.is_whole else "unclear"
+        status = report.ReplicaStatus(
+            rank=rank,
+            member=one.member,
+            standing=standing if is_newest else "replaced",
+            behind=top - step,
+            address=parted(one.request.address)[0],
+            since_revision=one.came_at,
+            heals_from=sources.get(_name(one), "") if rank is not None else "",
+            **_copied(
+                one.request, "replica_id", "step", "commit_failures", "shrink_only", "world_size", "store_address"
+            ),
+        )
+        found.append(status)
+    return _ranked(found)
+
+
+# -- timers ---------------------------------------------------------------------------------------------------------
+
+
+def _timers(kvs: Iterable[KeyValue], unreadable: list[report.Unreadable]) -> list[report.TimerStatus]:
+    """The expiration timers that are held, the one that expires first before the others. Adds the keys that are not
+    counted.
+
+    A timer runs on the monotonic clock of its worker's host, which no other host can read. The times here are on that
+    host's wall clock: they are for people, and no decision depends on them.
+    """
+    held, expired = list[tuple[Worker, Timer]](), set[int]()
+    for kv in kvs:
+        try:
+            record = parse_timers(kv.key, kv.value)
+        except StateError as error:
+            unreadable.append(report.Unreadable(kv.key, str(error)))
+            continue
+        if is_expired_key(kv.key):
+            expired.update(timer.token for timer in record.timers)
+        else:
+            held += [(record.worker, timer) for timer in record.timers]
+    found = [
+        report.TimerStatus(
+            host=worker.node,
+            pid=worker.pid,
+            rank=worker.rank if worker.rank >= 0 else None,
+            scope=timer.scope,
+            standing="expired" if timer.token in expired else "running",
+            after=timer.after_ms / 1000,
+            until=timer.wall_ms / 1000,
+        )
+        for worker, timer in held
+    ]
+    return sorted(found, key=attrgetter("until", "host", "pid", "scope"))

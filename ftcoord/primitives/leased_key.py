@@ -13,11 +13,10 @@ from collections.abc import Callable
 from ftcoord import concurrency
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, ThreadFailed
-from ftcoord.etcd.api import Etcd, Get, Put, Span, unchanged
+from ftcoord.etcd.api import Etcd, KeyValue, Put
 from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.step_thread import StepThread
-from ftcoord.primitives.write_once import write_attempt_timeout
+from ftcoord.primitives.write_once import write_attempt_timeout, write_once
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +37,16 @@ class LeasedKey:
     ) -> None:
         self._etcd, self._ttl, self._key_of, self._what, self._deaths = etcd, ttl, key_of, what, deaths  # never change
         self._owner = OwnerProcess(f"the {what} belong to the parent process")
-        self._changed = concurrency.condition("LeasedKey._changed")  # guards the next five; not held during a request
+        self._changed = concurrency.condition("LeasedKey._changed")  # guards the next four; not held during a request
         self.problem: EtcdError | None = None
         """Why etcd does not have the value now."""
         self._value: bytes | None = None  # the wanted one
         self._is_written = True
-        self._is_lost = True  # the lease, or there is none yet
         self._failure: BaseException | None = None  # what ended the thread
         # Only the thread, and `close()` when that has ended:
         self._session: Session | None = None
-        self._revision = 0  # of the key, as far as is known; 0: absent
-        self._thread = StepThread(self._step, f"ftcoord-{what}", self._wake, lambda: None, self._fail)
+        self._kv: KeyValue | None = None  # as far as is known
+        self._thread = concurrency.StepThread(self._step, f"ftcoord-{what}", self._wake, lambda: None, self._fail)
         self._thread.start()
 
     def check_process(self) -> None:
@@ -103,76 +101,64 @@ class LeasedKey:
 
     def _step(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._thread.closed or self._is_lost or not self._is_written)
+            self._changed.wait_for(lambda: self._thread.closed or self._has_no_lease() or not self._is_written)
         if self._thread.closed:
             return
         try:
-            session = self._live_session()
-            self._write(session.lease_id)
-        except LeaseLost:
-            self._on_state(SessionState.LOST)
+            self._write(self._live_session().lease_id)
+        except LeaseLost as error:
+            log.warning("the lease of these %s was lost, and they are written under a new one: %s", self._what, error)
+            self._give_up_lease()
         except EtcdError as error:
             with self._changed:
                 self.problem = error
                 self._changed.notify_all()
             raise
 
+    def _has_no_lease(self) -> bool:
+        return self._session is None or self._session.state is SessionState.LOST
+
     def _live_session(self) -> Session:
-        if self._session is not None and not self._is_lost:
-            return self._session
-        if self._session is not None:
-            self._session.orphan()
-            self._session = None
-            log.warning("the lease of these %s was lost: they are written under a new one", self._what)
-        with self._changed:
-            self._is_lost = False  # before the grant: only what is noted later is about the new lease
-        try:
+        """Raises LeaseLost, after which the next step takes a new lease, and EtcdError."""
+        if self._session is None:
             limit = write_attempt_timeout(self._etcd)
-            session = Session(self._etcd, self._ttl, self._on_state, deaths=self._deaths, timeout=limit)
-        except EtcdError:
-            self._on_state(SessionState.LOST)
-            raise
-        self._session, self._revision = session, 0
-        with self._changed:
-            self._is_written = self._value is None
-        return session
+            self._session = Session(self._etcd, self._ttl, self._on_state, deaths=self._deaths, timeout=limit)
+            with self._changed:
+                self._is_written = self._value is None
+        elif self._session.state is SessionState.LOST:
+            raise LeaseLost(f"lease {self._session.lease_id:x} is gone")
+        return self._session
 
     def _write(self, lease: int) -> None:
         with self._changed:
             value = self._value
         if value is None:
             return
-        key = self._key_of(lease)
-        result = self._etcd.txn(
-            [unchanged(key, self._revision)],
-            [Put(key, value, lease)],
-            [Get(Span(key))],
-            timeout=write_attempt_timeout(self._etcd),
-        )
-        found = None if result.succeeded else result.range(0).one
-        is_there = result.succeeded or (found is not None and found.value == value)  # then an answer was lost
-        self._revision = result.revision if result.succeeded else found.mod_revision if found else 0
+        put, limit = Put(self._key_of(lease), value, lease), write_attempt_timeout(self._etcd)
+        outcome = write_once(self._etcd, put, self._kv, timeout=limit)
+        self._kv = outcome.kv
         with self._changed:
             self.problem = None
-            if is_there and value is self._value:  # else another value is wanted meanwhile
+            if outcome.done and value is self._value:  # else another value is wanted meanwhile
                 self._is_written = True
             self._changed.notify_all()
+
+    def _give_up_lease(self) -> None:
+        if self._session is not None:
+            self._session.orphan()
+        self._session = self._kv = None
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+    def _on_state(self, _state: SessionState) -> None:
+        """On the keep-alive thread."""
+        self._wake()
 
     def _fail(self, failure: BaseException) -> None:
         log.error("these %s are not kept in etcd any longer: %s", self._what, failure)
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
-        if self._session is not None:
-            self._session.orphan()
-
-    def _on_state(self, state: SessionState) -> None:
-        """Also runs on the keep-alive thread."""
-        if state is SessionState.LOST:
-            with self._changed:
-                self._is_lost = True
-                self._changed.notify_all()
+        self._give_up_lease()

@@ -1,16 +1,19 @@
 """A local copy of a span of keys that is kept up to date: a watch, and a read of the keys that existed when it started.
 
-A mirror has no thread and no lock. Its owner gets the items of the watch (`post`) and applies them on its own thread.
+A `Mirror` has no thread and no lock: its owner gets the items of the watch (`post`) and applies them on its own thread.
+A `Feed` gives its changes to a thread that waits for them, and an `Informer` reports them on a thread of its own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ftcoord import concurrency
+from ftcoord.closing import Closing
+from ftcoord.concurrency import StepThread
 from ftcoord.errors import ClientClosed, Compacted, EtcdUnavailable, RequestRefused
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, Watch, WatchItem
 
@@ -237,3 +240,148 @@ def _follows(now: KeyValue | None, was: KeyValue | None) -> bool:
     if was is None:
         return now.version == 1
     return (now.create_revision, now.version) == (was.create_revision, was.version + 1)
+
+
+# -- for a thread that reads changes one by one -----------------------------------------------------------------------
+
+
+class News(NamedTuple):
+    """What a feed delivered.
+
+    Args:
+        changes: in order.
+        restarted: whether the watch has just started or restarted: changes until now may have been late. Changes that
+            come with this are from a read, and may have happened long ago.
+    """
+
+    changes: list[Change]
+    restarted: bool = False
+
+
+class Feed:
+    """Delivers the present keys of `span`, then every change. If changes were missed, or compacted, delivers their
+    result.
+
+    With `deletes_only` it delivers, after the present keys, only which of them are gone; etcd sends no other changes.
+
+    For one thread; only `wake()` may be called from others.
+    """
+
+    def __init__(self, etcd: Etcd, span: Span, *, deletes_only: bool = False) -> None:
+        # The client's threads put into the inbox, `wake()` too; only the reader touches the mirror.
+        self._inbox: concurrency.Queue[Posted | None] = concurrency.inbox()
+        self._mirror = Mirror(etcd, span, lambda _mirror, posted: self._inbox.put(posted), deletes_only)
+
+    @property
+    def synced(self) -> bool:
+        """Whether it has delivered everything that existed when it started."""
+        return self._mirror.synced
+
+    def next(self, timeout: float) -> News | None:
+        """The next changes; None if there were none for `timeout` seconds, or on `wake()`.
+
+        Raises EtcdError: call it again after a pause. ClientClosed is final.
+        """
+        if not self._mirror.synced:
+            before = dict(self._mirror.kvs)
+            self._mirror.sync()
+            if self._mirror.synced:
+                return News(self._since(before), restarted=True)
+        try:
+            posted = self._inbox.get(timeout=max(timeout, 0))
+        except concurrency.Empty:
+            return None
+        if posted is None:
+            return None
+        return News(self._mirror.apply(posted), restarted=isinstance(posted.item, Began))
+
+    def wake(self) -> None:
+        """End a waiting `next()`, or else the next call of it. For any thread."""
+        self._inbox.put(None)
+
+    def close(self) -> None:
+        """Stop watching; idempotent."""
+        self._mirror.close()
+
+    def _since(self, before: dict[str, KeyValue]) -> list[Change]:
+        """How a read differs from what was known."""
+        now = self._mirror.kvs
+        gone = [Change(key, was, None) for key, was in before.items() if key not in now]
+        return gone + [Change(key, before.get(key), kv) for key, kv in now.items() if before.get(key) != kv]
+
+
+# -- with a thread of its own -----------------------------------------------------------------------------------------
+
+BATCHES_PER_REPORT: Final = 1000
+"""The most batches of changes that one report covers: they may come faster than they can be applied."""
+
+
+class Informer(Closing):
+    """Mirrors several spans from its creation on.
+
+    Args:
+        etcd: the etcd client.
+        spans: the spans to mirror.
+        report: called on the informer's thread with the spans' mirrors: once all are in sync, and then whenever one of
+            them may have changed. If it raises EtcdError or StateError, it is called again half a second later.
+        name: the thread's name.
+        failed: called on the thread with the error that ends it: ClientClosed, or an unexpected error, which is logged.
+            Nothing is reported after that. Not called for a `close()`.
+        gathers: whether to report once for all that has come by then, BATCHES_PER_REPORT at most, as where a report
+            costs more than a change does; else each change is reported by itself, as far as etcd tells of them one by
+            one.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        spans: Sequence[Span],
+        report: Callable[..., None],
+        name: str,
+        failed: Callable[[BaseException], None],
+        *,
+        gathers: bool = False,
+    ) -> None:
+        # The client's threads put into the inbox, and any thread puts None there to wake the informer's. Only that one
+        # takes out and touches the mirrors.
+        self._inbox: concurrency.Queue[tuple[Mirror, Posted] | None] = concurrency.inbox()
+        self._mirrors = [Mirror(etcd, span, lambda *item: self._inbox.put(item)) for span in spans]
+        self._report, self._at_once = report, BATCHES_PER_REPORT if gathers else 1  # never change
+        self._due = True  # whether there is something to report; only the thread
+        self._thread = StepThread(self._step, name, self.report_again, self._end, failed)
+        self._thread.start()
+
+    def report_again(self) -> None:
+        """Report once more, though no key may have changed. From any thread; does not block."""
+        self._inbox.put(None)
+
+    def close(self) -> None:
+        """Stop reporting. Waits for a running report, unless that calls this. Idempotent."""
+        self._thread.close()
+
+    def _step(self) -> None:
+        if not self._due:
+            self._take_in()
+        if self._thread.closed:
+            return
+        for mirror in self._mirrors:
+            if not mirror.synced:
+                mirror.sync()
+        if all(mirror.synced for mirror in self._mirrors):
+            self._report(*self._mirrors)
+        self._due = False
+
+    def _take_in(self) -> None:
+        """Wait for the next item or wake, and apply it and the items that are there already."""
+        for _ in range(self._at_once):
+            posted = self._inbox.get()
+            self._due = True  # also if what follows fails
+            if posted is not None:
+                mirror, item = posted
+                mirror.apply(item)
+            if self._inbox.empty():  # nobody else takes out of it
+                return
+
+    def _end(self) -> None:
+        for mirror in self._mirrors:
+            mirror.close()

@@ -3,24 +3,28 @@ cause and revokes them. See `sentinel_main`."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
 import math
 import os
 import signal
 import site
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import termios
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import astuple
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypedDict
 
 import ftcoord
 from ftcoord import concurrency
-from ftcoord.config import OFF, EtcdConfig
-from ftcoord.fork import OwnerProcess
-from ftcoord.primitives.sentinel_orders import Order, config_raw, line_of
-from ftcoord.primitives.sentinel_pipe import SentinelPipe
+from ftcoord.config import OFF, Credentials, Endpoint, EtcdConfig, Tls
+from ftcoord.fork import OwnerProcess, hide, identity_of, unhide
 from ftcoord.proc import own_pidfd
 
 log = logging.getLogger(__name__)
@@ -271,3 +275,148 @@ class SentinelFor:
     def drop(self, lease_id: int) -> None:
         """The lease no longer needs the sentinel."""
         self._sentinel.drop(lease_id)
+
+
+# -- the orders -------------------------------------------------------------------------------------------------------
+
+
+class Order(TypedDict, total=False):
+    """One line.
+
+    Fields:
+        etcd, config: the number of an etcd, and how to reach it; see `config_raw`.
+        etcd, keep, at, ttl, deaths, was, rests: a lease. `at` is when it was renewed, on the monotonic clock that all
+            processes of a machine share; `ttl` its TTL in seconds; `etcd` the number of its etcd. If the process dies,
+            the cause is written below the prefix `deaths`, for the lease's member id and for the ids in `was`.
+            `rests`: do not renew it. May be repeated.
+        drop: a lease that no longer needs the sentinel.
+        orphans: the mark of the processes to end when this one has ended, empty for none; see
+            `ftcoord.primitives.orphans`.
+    """
+
+    etcd: int
+    config: Mapping[str, Any]
+    keep: int
+    at: float
+    ttl: float
+    deaths: str
+    was: Sequence[str]
+    rests: bool
+    drop: int
+    orphans: str
+
+
+def line_of(order: Order) -> bytes:
+    """The order as it goes through the pipe."""
+    return json.dumps(order).encode() + b"\n"
+
+
+def config_from(raw: Mapping[str, Any]) -> EtcdConfig:
+    """The configuration that `config_raw` returned."""
+    return EtcdConfig(
+        tuple(Endpoint(*one) for one in raw["endpoints"]),
+        Tls(*raw["tls"]) if raw["tls"] else None,
+        Credentials(*raw["login"]) if raw["login"] else None,
+        raw["request_timeout"],
+    )
+
+
+def config_raw(config: EtcdConfig) -> dict[str, Any]:
+    """A configuration for JSON, password included: for a pipe, never for a command line."""
+    tls, login = config.tls, config.credentials
+    return {
+        "endpoints": [astuple(endpoint) for endpoint in config.endpoints],
+        "tls": (*map(_absolute, (tls.ca, tls.cert, tls.key)), tls.server_name) if tls else None,
+        "login": (login.user, login.password) if login else None,
+        "request_timeout": config.request_timeout,
+    }
+
+
+def _absolute(path: str | None) -> str | None:
+    """The sentinel has its own working directory."""
+    return path and os.path.abspath(path)
+
+
+# -- the pipe ---------------------------------------------------------------------------------------------------------
+
+HANGS_AFTER: Final = 30.0
+"""Seconds without a read after which the reader counts as hung. Starting takes as long on an overloaded machine."""
+LARGE: Final = 1 << 20
+"""Bytes that may wait for the reader, if the system allows it: the orders for several thousand leases."""
+_NO_HARM: Final[int] = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+"""If nobody reads any more, a write would send SIGPIPE, which ends a program that does not ignore it; Python does."""
+_INT: Final = struct.Struct("i")
+
+
+class SentinelPipe:
+    """Two sockets; another process reads one of them. Raises OSError if they cannot be made.
+
+    A forked child loses its copy. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        ours, reader = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGE)
+        # As plain numbers: an object would close its number also when that means a file of somebody else.
+        self._ours, self._reader = ours.detach(), reader.detach()  # never change
+        hide(self._ours)
+        self._identity = identity_of(self._ours)  # never changes
+        self._unsent, self._left = b"", 0  # what there was no room for, and what nobody had read when it was told last
+        self._hangs_since: float | None = None  # when it was first seen that nothing was read
+
+    @property
+    def reader(self) -> int:
+        """The descriptor to read from, until `close_reader`."""
+        return self._reader
+
+    def close_reader(self) -> None:
+        """Close the reading end in this process. Call it once. Other processes that have it can still read."""
+        os.close(self._reader)
+
+    def tell(self, text: bytes) -> None:
+        """Write without waiting; text for which there is no room goes with the next write.
+
+        Raises OSError when nobody can read any more, and when others have closed this. Raises TimeoutError when nothing
+        was read for `HANGS_AFTER` seconds, as seen by a write: a rare writer notices it late.
+        """
+        if not self._is_ours():
+            raise OSError("somebody has closed a file that is not his: the pipe to the sentinel")
+        self._see_what_was_read()
+        self._unsent += text
+        with suppress(BlockingIOError):
+            self._unsent = self._unsent[self._send(self._unsent) :]
+        self._left = self._unread()
+
+    def _see_what_was_read(self) -> None:
+        left = self._unread()
+        if left == 0 or left < self._left:
+            self._hangs_since = None
+        elif self._hangs_since is None:  # it counts from here: this process may have been stopped, and the reader too
+            self._hangs_since = concurrency.now()
+        elif concurrency.now() > self._hangs_since + HANGS_AFTER:
+            raise TimeoutError("it does not read what it is told")
+
+    def _unread(self) -> int:
+        """How many bytes were written and not read: at least as many, and 0 only for none. Where the kernel does not
+        say, the bytes for which there was no room."""
+        with suppress(OSError):
+            (sent,) = _INT.unpack(fcntl.ioctl(self._ours, termios.TIOCOUTQ, bytes(_INT.size)))
+            return int(sent) + len(self._unsent)
+        return len(self._unsent)
+
+    def close(self) -> None:
+        """Close the writing end. Call it once. Another file that has got its descriptor stays open."""
+        unhide(self._ours)
+        if self._is_ours():
+            os.close(self._ours)
+
+    def _is_ours(self) -> bool:
+        return identity_of(self._ours) == self._identity
+
+    def _send(self, data: bytes) -> int:
+        """How many bytes there was room for."""
+        borrowed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=self._ours)
+        try:
+            return borrowed.send(data, _NO_HARM)
+        finally:
+            borrowed.detach()

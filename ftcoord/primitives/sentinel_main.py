@@ -11,7 +11,7 @@ no terminal, listens on nothing, and ends when it has done this.
 The kernel may hold a dead process for minutes before the pidfd reports it: while it dumps core, or hangs in a driver.
 So the sentinel checks before it renews a lease in place of the process.
 
-Orders come through standard input, see `ftcoord.primitives.sentinel_orders`. If that ends while the process is alive,
+Orders come through standard input, see `ftcoord.primitives.sentinel`. If that ends while the process is alive,
 the process has closed its files, and starts another sentinel at its next renewal; or it has become another program by
 `exec`, and its leases expire. Until then this sentinel renews nothing, but still buries the process.
 """
@@ -40,10 +40,10 @@ from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
 from ftcoord.core.layout import death_key, member_id
 from ftcoord.core.lease import LeaseTimes
 from ftcoord.errors import ConfigError, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, ThreadNotStarted
-from ftcoord.etcd.api import EtcdCalls, Put
+from ftcoord.etcd.api import Etcd, Put
 from ftcoord.log_once import LogOnce
 from ftcoord.primitives.orphans import Orphans
-from ftcoord.primitives.sentinel_orders import Order, config_from
+from ftcoord.primitives.sentinel import Order, config_from
 from ftcoord.proc import LONGEST_POLL
 
 log = logging.getLogger(__name__)
@@ -164,12 +164,12 @@ class EtcdOfProcess:
         client: the client, if there is one already.
     """
 
-    def __init__(self, config: EtcdConfig, client: EtcdCalls | None = None) -> None:
+    def __init__(self, config: EtcdConfig, client: Etcd | None = None) -> None:
         self._config, self._client = config, client
         self.timeout = max(CALL_TIMEOUT, CALL_TIMEOUT_PART * config.request_timeout)  # of a call; never changes
 
     @property
-    def client(self) -> EtcdCalls:
+    def client(self) -> Etcd:
         """Raises EtcdUnavailable while its TLS files cannot be read."""
         if self._client is None:
             try:
@@ -179,7 +179,7 @@ class EtcdOfProcess:
         return self._client
 
 
-def _client_of(config: EtcdConfig) -> EtcdCalls:
+def _client_of(config: EtcdConfig) -> Etcd:
     from ftcoord.etcd.client import EtcdClient  # loads gRPC, unless the thread of `main` has
 
     return EtcdClient(config)
@@ -282,8 +282,10 @@ class Sentinel:
                 del self._kept[one.id]
 
     def _say(self, etcd: EtcdOfProcess, leases: Sequence[_Kept], value: bytes) -> None:
+        keys = [death_key(one.deaths, name) for one in leases if one.deaths for name in (member_id(one.id), *one.was)]
+        if not keys:
+            return
         grave = etcd.client.grant(REMEMBERED_FOR, timeout=etcd.timeout).id
-        keys = [death_key(one.deaths, name) for one in leases for name in (member_id(one.id), *one.was)]
         for at in range(0, len(keys), DEATHS_AT_ONCE):
             puts = [Put(key, value, grave) for key in keys[at : at + DEATHS_AT_ONCE]]
             etcd.client.txn((), puts, timeout=etcd.timeout)

@@ -1,25 +1,359 @@
-"""Sessions: one lease each, which lives until its owner ends it, forgets it, or dies."""
+"""The keeping of leases: what a process knows of each of its own, the thread that renews them, and sessions.
+
+A `HeldLease` is a lease and what is known of it; any thread may renew it. A `KeptLease` is renewed by the `Renewer`,
+one thread for the whole process. A `Session` has one that lives until its owner ends it, forgets it, or dies.
+"""
 
 from __future__ import annotations
 
+import enum
 import logging
+import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.config import lease_seconds
-from ftcoord.core.lease import SessionState
-from ftcoord.errors import EtcdError
-from ftcoord.etcd.api import Etcd
+from ftcoord.core.lease import RENEW_AFTER, LeaseTimes, SessionState
+from ftcoord.errors import ClientClosed, EtcdError, LeaseLost, ThreadNotStarted
+from ftcoord.etcd.api import Etcd, Lease
 from ftcoord.fork import OwnerProcess
-from ftcoord.primitives.renewal import KeptLease, Listener, Renewer
+from ftcoord.metrics import process as metrics
 from ftcoord.primitives.sentinel import SentinelFor
 
 log = logging.getLogger(__name__)
 
-GIVE_BACK_TIMEOUT = 2.0
+SHORTEST_RENEWAL_TIMEOUT: Final = 0.25
+"""Seconds that a renewal may take even if many others wait behind it."""
+INTRODUCED_AFTER: Final = 0.5
+"""Seconds after which the sentinel learns of a lease, unless `KeptLease.introduce` is called before. Its start costs a
+tenth of a second of a processor, which a round that forms just then, and a session that ends soon, need not pay for."""
+GIVE_BACK_TIMEOUT: Final = 2.0
 """Seconds that etcd may take to revoke a lease that nobody has any longer; after that it expires."""
+
+Clock: TypeAlias = Callable[[], float]
+Listener: TypeAlias = Callable[[SessionState], None]
+
+
+# -- one lease --------------------------------------------------------------------------------------------------------
+
+
+class HeldLease:
+    """A lease of this process, which is alive for as long as somebody calls `renew` in time. For any thread.
+
+    Args:
+        etcd: renews it.
+        lease: the lease.
+        sent_at: when its grant or last renewal was sent, on `clock`.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, etcd: Etcd, lease: Lease, sent_at: float, clock: Clock = concurrency.now) -> None:
+        self.id, self._etcd, self._clock = lease.id, etcd, clock  # never change
+        # Replaced as a whole, by whoever renews. If an older one wins, the lease is trusted for less time.
+        self._times = LeaseTimes(sent_at, lease.ttl)
+
+    @property
+    def ttl(self) -> float:
+        """The TTL that was granted last, in seconds."""
+        return self._times.ttl
+
+    @property
+    def renew_at(self) -> float:
+        """When to renew it next, on its clock."""
+        return self._times.renew_at()
+
+    @property
+    def time_left(self) -> float:
+        """Seconds that it lives at the least, if it was not revoked."""
+        times = self._times
+        return max(times.sent_at + times.ttl - self._clock(), 0.0)
+
+    @property
+    def state(self) -> SessionState:
+        """CONNECTED or SUSPENDED: true at any moment, also where it was not renewed for a while.
+
+        On a host that was suspended, from the next renewal on: its clock stood still.
+        """
+        return self._times.state(self._clock())
+
+    def renew(self, timeout: float) -> None:
+        """Renew it once, within `timeout` seconds. Raises LeaseLost when it is gone, and EtcdError."""
+        sent_at = self._clock()
+        self._times = LeaseTimes(sent_at, self._etcd.renew(self.id, timeout=timeout))
+
+
+class _Phase(enum.Enum):
+    """What becomes of a kept lease: from KEPT to ENDING or ENDED, from ENDING to ENDED, and from any to LOST."""
+
+    KEPT = "is renewed on schedule, unless it rests"
+    ENDING = "is about to be revoked: the sentinel revokes it if this process dies before that is done"
+    ENDED = "is given up: it expires by itself"
+    LOST = "is gone"
+
+
+class KeptLease(HeldLease):
+    """A lease that the process's thread renews until `stop()`.
+
+    Args:
+        etcd, lease, sent_at: see HeldLease.
+        listener: called on the renewer's thread at each change of state; must not block.
+        renewer: the process's own if None.
+        sentinel: renews the lease while this process is stuck, and revokes it when this process dies; None for none.
+
+    Raises ThreadNotStarted. Its methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        lease: Lease,
+        sent_at: float,
+        listener: Listener | None = None,
+        renewer: Renewer | None = None,
+        sentinel: SentinelFor | None = None,
+    ) -> None:
+        self._renewer = renewer or Renewer.of_process()
+        super().__init__(etcd, lease, sent_at, self._renewer.clock)
+        self._listener, self._sentinel = listener, sentinel  # never change
+        self._phase = _Phase.KEPT  # changes with Renewer._wake held; read by any thread
+        self._resting = False  # any thread, without a lock: only its owner changes it
+        self._reported = SessionState.CONNECTED  # only the renewer's thread: the listener's last state
+        self._is_introduced = sentinel is None  # only the renewer's thread
+        self._renewer.schedule(
+            self, self.renew_at if sentinel is None else min(self.renew_at, sent_at + INTRODUCED_AFTER)
+        )
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is renewed, or would be after a rest."""
+        return self._phase is _Phase.KEPT
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is not renewed until `resume()`."""
+        return self._resting
+
+    @property
+    def state(self) -> SessionState:
+        return SessionState.LOST if self._phase is _Phase.LOST else super().state
+
+    def rest(self) -> None:
+        """Stop renewing until `resume()`; costs nothing if that follows soon."""
+        self._resting = True
+
+    def resume(self) -> None:
+        """Renew again after `rest()`: at once, unless the last renewal was just before."""
+        self._resting = False
+        now = self._clock()
+        due = self._times.resume_at(now)
+        self._renewer.schedule(self, due, hasten=due <= now)
+
+    def introduce(self) -> None:
+        """Have the sentinel know of the lease now, for an owner that leaves others behind if its process dies."""
+        self._report_renewal()
+        self._report_end()
+
+    def revoked(self) -> None:
+        """Note that the owner has revoked the lease."""
+        self._renewer.move(self, _Phase.LOST, *_Phase)
+
+    def end_renewals(self) -> None:
+        """Stop renewing for good, before the lease is revoked. Until `stop()` the sentinel still revokes it if this
+        process dies."""
+        self._renewer.move(self, _Phase.ENDING, _Phase.KEPT)
+        self._report_end()
+
+    def stop(self) -> None:
+        """Stop renewing for good; the lease expires after its TTL."""
+        self._renewer.move(self, _Phase.ENDED, _Phase.KEPT, _Phase.ENDING)
+        self._report_end()
+
+    def _report_renewal(self) -> None:
+        if self._sentinel is not None:
+            times = self._times
+            self._sentinel.keep(self.id, times.ttl, times.sent_at)
+
+    def _report_end(self) -> None:
+        """Also after each report of a renewal, which may have been under way when its owner ended it."""
+        if self._sentinel is not None and not self.kept:
+            if self._phase is _Phase.ENDING:
+                self._sentinel.rest(self.id)
+            else:
+                self._sentinel.drop(self.id)
+
+    # -- the renewer's thread -----------------------------------------------------------------------------------
+
+    def renew_on_schedule(self, timeout: float) -> float | None:
+        """Renew once, in `timeout` seconds; when to do it again, or None if there is nothing to keep for now."""
+        due = self._renew_unless_resting(timeout)
+        self._report_end()
+        return due
+
+    def _renew_unless_resting(self, timeout: float) -> float | None:
+        is_early = not self._is_introduced and self._clock() < self.renew_at
+        if (self.rests or is_early) and not self._is_introduced:  # or nobody would give it up if this process dies
+            self._is_introduced = True
+            self._report_renewal()
+        if self.rests:
+            if self._sentinel is not None:  # only now: most rests are over before a renewal would be due
+                self._sentinel.rest(self.id)
+            return None
+        return self.renew_at if is_early else self._try_to_renew(timeout)
+
+    def _try_to_renew(self, timeout: float) -> float | None:
+        try:
+            self.renew(min(timeout, self._times.renewal_timeout(self._clock())))
+            due = self.renew_at
+            self._is_introduced = True
+            self._report_renewal()
+        except ClientClosed as error:  # whoever closed it lets the lease expire, and knows
+            log.debug("lease %x is left to expire: %s", self.id, error)
+            self._renewer.move(self, _Phase.ENDED, _Phase.KEPT)
+            return None
+        except LeaseLost as error:
+            log.debug("lease %x: %s", self.id, error)
+            self._note_loss(is_wanted=self.kept)
+            return None
+        except EtcdError as error:
+            log.debug("lease %x was not renewed: %s", self.id, error)
+            due = self._times.renew_at(self._clock())
+        if self.kept:  # else its owner stopped it meanwhile
+            self._report_state()
+        return due
+
+    def _note_loss(self, is_wanted: bool) -> None:
+        self.revoked()
+        if is_wanted:
+            metrics.LEASES_LOST.add()
+            self._report_end()
+            self._report_state()
+
+    def fail(self, failure: BaseException) -> None:
+        """Count as lost: an error that nobody foresaw ended the thread while it renewed this lease, or reported it.
+
+        The lease expires in etcd, because it is not renewed any longer, so its owner must not rely on it.
+        """
+        if self.kept or self._phase is _Phase.LOST:
+            log.error("lease %x is not renewed any longer, and counts as lost: %r", self.id, failure)
+            self._note_loss(is_wanted=True)
+
+    def _report_state(self) -> None:
+        state = self.state
+        if state is not self._reported:
+            self._reported = state
+            if self._listener is not None:
+                self._listener(state)
+
+
+# -- the thread that renews -------------------------------------------------------------------------------------------
+
+
+class Renewer:
+    """The thread that keeps the leases of this process alive. `Renewer.of_process()` is the one to use.
+
+    Thread-safe. The thread runs while there is a lease to keep.
+    """
+
+    def __init__(self, clock: Clock = concurrency.now) -> None:
+        self.clock = clock  # never changes
+        # Guards all below, and the phases of leases. Never held during a renewal or while a listener runs.
+        self._wake = concurrency.condition("Renewer._wake")
+        self._due: dict[KeptLease, float] = {}  # when each is to be renewed, but for the one that is renewed just now
+        self._thread: concurrency.Thread | None = None
+        self._renewing: KeptLease | None = None
+
+    @classmethod
+    def of_process(cls) -> Renewer:
+        """The renewer of this process; a forked child gets its own, since it has none of the parent's threads."""
+        return concurrency.of_process(cls)
+
+    def times_left(self) -> list[float]:
+        """Seconds that each lease has left which is kept alive here, as far as is known."""
+        return [lease.time_left for lease in self.leases()]
+
+    def leases(self) -> list[KeptLease]:
+        with self._wake:
+            return [*self._due, *([self._renewing] if self._renewing is not None else [])]
+
+    def schedule(self, lease: KeptLease, due: float, *, hasten: bool = False) -> None:
+        """Have `lease` renewed at `due`, unless it was stopped. A lease that is scheduled already keeps its time,
+        unless `hasten` is given. Raises ThreadNotStarted; nothing is scheduled then."""
+        with self._wake:
+            if not lease.kept or (lease in self._due and not hasten):
+                return
+            self._due[lease] = due
+            try:
+                self._start()
+            except ThreadNotStarted:
+                del self._due[lease]  # or the next thread would keep it alive for nobody
+                raise
+            if due <= min(self._due.values()):  # waking the thread costs more than all the rest of this
+                self._wake.notify()
+
+    def move(self, lease: KeptLease, to: _Phase, *since: _Phase) -> None:
+        """Change the phase of a lease if it is one of these. One that is kept no longer is not renewed any more; a
+        renewal under way is its last."""
+        with self._wake:
+            if lease._phase in since:
+                lease._phase = to
+            if not lease.kept and self._due.pop(lease, None) is not None:
+                self._wake.notify()
+
+    def _start(self) -> None:
+        if self._thread is None and self._due:
+            thread = concurrency.thread(self._run, "ftcoord-leases")
+            thread.start()
+            self._thread = thread
+
+    def _run(self) -> None:
+        lease: KeptLease | None = None
+        try:
+            while (lease := self._next()) is not None:
+                due = lease.renew_on_schedule(self._timeout_of(lease))
+                if due is not None:
+                    self.schedule(lease, due)
+        finally:
+            failure = sys.exc_info()[1]
+            with self._wake:
+                self._thread = self._renewing = None
+                # For what was scheduled since `_next` found nothing; and a failure must not cost others theirs.
+                self._start()
+            if lease is not None and failure is not None:
+                lease.fail(failure)
+
+    def _next(self) -> KeptLease | None:
+        """Wait for the next lease that is due; None when there are none left."""
+        with self._wake:
+            self._renewing = None
+            while self._due:
+                wait = min(self._due.values()) - self.clock()
+                if wait <= 0:
+                    lease = self._renewing = min(self._due, key=self._due.__getitem__)
+                    del self._due[lease]
+                    return lease
+                self._wake.wait(wait)
+            return None
+
+    def _timeout_of(self, lease: KeptLease) -> float:
+        """Seconds that a renewal may take: an etcd that hangs must not cost the leases behind it theirs."""
+        with self._wake:
+            whole = min(one.ttl for one in (lease, *self._due)) * RENEW_AFTER
+            waiting = sum(due <= self.clock() for due in self._due.values())
+        return max(whole / (1 + waiting), min(whole, SHORTEST_RENEWAL_TIMEOUT))
+
+
+metrics.LEASES_KEPT.look = lambda: len(Renewer.of_process().times_left())
+metrics.LEASE_LEFT.look = lambda: min(Renewer.of_process().times_left(), default=math.nan)
+metrics.LEASE_SHARE.look = lambda: min(
+    (one.time_left / one.ttl for one in Renewer.of_process().leases()), default=math.nan
+)
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
 
 
 class Session(Closing):
@@ -73,8 +407,8 @@ class Session(Closing):
         self.ttl = lease.ttl
         with ExitStack() as undo:
             undo.callback(_give_back, etcd, lease.id)  # where no thread can be started
-            bystander = None if deaths is None else SentinelFor.of(etcd.config, deaths, was)
-            self._kept = KeptLease(etcd, lease, sent_at, listener, renewer, bystander)
+            sentinel = None if deaths is None else SentinelFor.of(etcd.config, deaths, was)
+            self._kept = KeptLease(etcd, lease, sent_at, listener, renewer, sentinel)
             undo.pop_all()
         # In the listener may be whoever has this session: then the renewer keeps both, until that one ends it.
         self._cancel_finalizer = concurrency.when_forgotten(self, _end_forgotten, etcd, self._kept, last=True)

@@ -1,20 +1,48 @@
-"""One write that happens at most once even if answers get lost: guarded by a revision, recognised by its value.
+"""Writes that happen at most once even if answers get lost: guarded by a key's revision, recognised by its value.
 
-For a key whose values are all different. `exactly_once` is for changes whose values may repeat, such as a store's.
+`write_once` writes a key whose values are all different, such as a record. `ExactlyOnceWriter` makes changes whose
+values may repeat, such as a store's: each goes beside a `write_once` of a key of the writer's own, its *count*.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from ftcoord import concurrency
-from ftcoord.errors import ClientClosed, EtcdError, EtcdNoSpace, EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd.api import Compare, EtcdCalls, Get, KeyValue, Op, Put, RangeResult, Span, TxnResult, unchanged
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
-from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
+from ftcoord.errors import (
+    ClientClosed,
+    EtcdError,
+    EtcdNoSpace,
+    EtcdUnavailable,
+    LeaseLost,
+    OutcomeUnknown,
+    RequestRefused,
+    RoundOver,
+)
+from ftcoord.etcd.api import (
+    Compare,
+    Etcd,
+    Get,
+    KeyValue,
+    Op,
+    Put,
+    RangeResult,
+    SnapshotReader,
+    Span,
+    TxnResult,
+    exists,
+    read_snapshot,
+    unchanged,
+)
+from ftcoord.etcd.retry import SHORTEST_TIMEOUT, UNANSWERED, TimeLimit, retry, retry_until_answered
+from ftcoord.fork import OwnerProcess
+from ftcoord.primitives.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -28,17 +56,17 @@ WRITE_TIMEOUT: Final = 5.0
 """Seconds that a write may take in all, unless the caller, or a longer `request_timeout`, says otherwise."""
 
 
-def write_attempt_timeout(etcd: EtcdCalls) -> float:
+def write_attempt_timeout(etcd: Etcd) -> float:
     """Seconds after which an answer of this etcd counts as lost."""
     return max(WRITE_ATTEMPT_TIMEOUT, _request_timeout(etcd) * WRITE_ATTEMPT_PART)
 
 
-def write_timeout(etcd: EtcdCalls) -> float:
+def write_timeout(etcd: Etcd) -> float:
     """Seconds that a write may take in all, by default."""
     return max(WRITE_TIMEOUT, _request_timeout(etcd))
 
 
-def _request_timeout(etcd: EtcdCalls) -> float:
+def _request_timeout(etcd: Etcd) -> float:
     return etcd.config.request_timeout if etcd.config else 0.0
 
 
@@ -60,7 +88,7 @@ class WriteOutcome:
 
 
 def write_once(
-    etcd: EtcdCalls,
+    etcd: Etcd,
     put: Put,
     expected: KeyValue | None,
     *,
@@ -69,6 +97,8 @@ def write_once(
     before: Sequence[Get] = (),
     reads: Sequence[Get] = (),
     timeout: float | None = None,
+    cancelled: concurrency.Event | None = None,
+    lost: list[EtcdError] | None = None,
 ) -> WriteOutcome:
     """Write `put` if its key was not written since it was as `expected` (None: absent), and the other `guards` hold.
 
@@ -76,7 +106,8 @@ def write_once(
     as of right before it wrote. If the answer is lost, the same transaction is sent again: its guard lets it happen
     only once, and the value, which must differ from all others that were ever written to the key, shows whether an
     earlier attempt wrote it. `before` may then show the state after that attempt. If etcd has no space the key is read,
-    since etcd may have made the write anyway.
+    since etcd may have made the write anyway. `cancelled` ends the repetitions. `lost` gets the errors of attempts that
+    may have been made, or may still be.
 
     Raises OutcomeUnknown or EtcdUnavailable (nothing was written) when there is no answer within `timeout` seconds
     (`write_timeout(etcd)` if None), EtcdNoSpace when etcd had no space and the key does not hold the value, and the
@@ -86,7 +117,7 @@ def write_once(
     failure = [*before, Get(Span(put.key)), *reads]
     success = [*before, put, *also, *reads]
     whole, longest = TimeLimit.of(write_timeout(etcd) if timeout is None else timeout), write_attempt_timeout(etcd)
-    lost: list[EtcdError] = []
+    lost = [] if lost is None else lost
 
     def attempt() -> TxnResult:
         try:
@@ -101,7 +132,7 @@ def write_once(
             lambda get: etcd.range(get, timeout=whole.left(longest)), lambda then: _as_refused(then, failure)
         )
 
-    never = concurrency.event()
+    never = cancelled or concurrency.event()
     try:
         try:
             result = retry(attempt, UNANSWERED, whole.deadline, never)
@@ -133,3 +164,224 @@ def _as_refused(then: SnapshotReader, gets: Sequence[Get]) -> TxnResult:
     """What a transaction whose guards do not hold answers, without a transaction. Raises EtcdError."""
     found = then.ranges(gets)
     return TxnResult(False, then.revision, tuple(replace(one, revision=then.revision) for one in found))
+
+
+# -- changes whose values may repeat -----------------------------------------------------------------------------------
+
+STORE_CLOSED: Final = "the store was closed; make a new one"
+_GONE: Final = "a change was not answered, and etcd key {!r}, which shows whether it was made, is gone: read again"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Whether the guards held, so that the change was made; and the key that was asked for.
+
+    If it was made, `kv` is the key right after it (None if etcd has compacted that). Otherwise it is the present key.
+    """
+
+    done: bool
+    kv: KeyValue | None = None
+
+
+class Fence(NamedTuple):
+    """A key that must exist for changes to be made; and with this value, if one is given.
+
+    A fence with a value also refuses the writers of an earlier fence of that name, which was deleted.
+    """
+
+    key: str
+    value: bytes | None = None
+
+    @property
+    def guard(self) -> Compare:
+        """It stands."""
+        return exists(self.key) if self.value is None else Compare(self.key, "value", "=", self.value)
+
+    def stands(self, kv: KeyValue | None) -> bool:
+        """Whether it does, by what was read of its key."""
+        return kv is not None and self.value in (None, kv.value)
+
+
+class ExactlyOnceWriter:
+    """A writer of changes. Thread-safe; not usable in a forked child.
+
+    Its count, `<prefix><id>`, holds the number of its last change. If a change's own guards fail after an attempt
+    without an answer, that attempt could still arrive. So the count is then written once more, alone, and no attempt
+    can use what it was before.
+
+    Args:
+        etcd: the etcd client.
+        prefix: the prefix of the key of its count.
+        ttl: seconds that its keys outlive it.
+        lease: attach the keys to this lease instead, and never renew it.
+        fence: once it is gone, every change raises RoundOver.
+        closed: set it to make all calls give up.
+    """
+
+    def __init__(
+        self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: Fence | None, closed: concurrency.Event
+    ) -> None:
+        # Never change:
+        self._etcd, self._prefix, self._ttl, self._lease = etcd, prefix, ttl, lease
+        self._fences = () if fence is None else (fence,)
+        self._closed = closed
+        self._owner = OwnerProcess("this store belongs to the parent process")
+        # Held during a whole change, with its requests, since changes are counted one by one. Guards all below.
+        # Reentrant: a signal handler may make a change in the middle of another.
+        self._lock = concurrency.rlock("ExactlyOnceWriter._lock")
+        self._changing = False
+        self._numbers = itertools.count(1)
+        self._count: tuple[str, KeyValue | None] = self._new_count()  # its key, and what that must be
+        self._session: Session | None = None  # `close()` reads it without the lock, after `closed` is set
+
+    def make(self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float) -> Made:
+        """Make a change if the guards hold; the result has the key `look` at that moment.
+
+        Raises EtcdUnavailable or OutcomeUnknown after the monotonic `deadline`, EtcdNoSpace when etcd had no space and
+        has not made it, RoundOver, ClientClosed, and the errors with which etcd refuses it.
+        """
+        with self._turn(deadline):
+            made, lost = None, list[EtcdError]()
+            try:
+                while made is None:
+                    made = self._attempt(ops, guards, look, deadline, lost)
+            except EtcdUnavailable as error:  # so says the last attempt; an earlier one may have been made
+                if not lost:
+                    raise
+                raise OutcomeUnknown(f"a change was not answered, and then: {error}") from None
+            finally:
+                if made is None:
+                    self._count = self._new_count()  # a change of unknown outcome must not be taken for the next one
+            return made
+
+    def close(self) -> None:
+        """Let the keys expire, `ttl` seconds from now. Set `closed` before."""
+        if self._session is not None:
+            self._session.orphan()
+
+    @contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        """One change at a time. A change made inside another one, in a signal handler, has its own count."""
+        self._owner.check()
+        busy = EtcdUnavailable("other changes of this store were not answered in time; try again")
+        with concurrency.held(self._lock, deadline, busy):
+            is_nested, outer = self._changing, self._count
+            if is_nested:
+                self._count = self._new_count()
+            self._changing = True
+            try:
+                if self._closed.is_set():
+                    raise ClientClosed(STORE_CLOSED)
+                yield
+            finally:
+                self._changing = is_nested
+                if is_nested:
+                    self._count = outer
+
+    def _attempt(
+        self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float, lost: list[EtcdError]
+    ) -> Made | None:
+        """As `make`; None if it must be repeated, with the new lease or count that it needed."""
+        key, before = self._count
+        try:
+            lease = self._lease_id(deadline)
+            change = Put(key, b"%d" % next(self._numbers), lease)
+            outcome = self._write(
+                change,
+                deadline,
+                lost,
+                guards=[*guards, *(fence.guard for fence in self._fences)],
+                also=[Put(op.key, op.value, lease) if isinstance(op, Put) else op for op in ops],
+                reads=[Get(Span(name)) for name in (*(fence.key for fence in self._fences), look) if name],
+            )
+            if outcome.done:
+                return self._made(outcome, look, deadline)
+            for fence, found in zip(self._fences, outcome.reads, strict=False):
+                if not fence.stands(found.one):
+                    raise round_over(fence)
+            if _revision(outcome.kv) != _revision(before):
+                if lost:
+                    raise OutcomeUnknown(_GONE.format(key))
+                self._count = self._new_count()
+                return None
+            refused = Made(False, outcome.reads[-1].one if look else None)
+            if not lost:
+                return refused
+            spent = self._write(Put(key, b"%d" % next(self._numbers), lease), deadline, [])
+            if spent.kv is not None and spent.kv.value == change.value:  # the change arrived after all, before this
+                return self._made(spent, look, deadline)
+            if not spent.done:
+                raise OutcomeUnknown(_GONE.format(key))
+            self._count = key, spent.kv
+            return refused
+        except LeaseLost as error:
+            self._lease_is_gone(error, is_unknown=bool(lost))
+            return None
+
+    def _write(self, put: Put, deadline: float, lost: list[EtcdError], **beside: Any) -> WriteOutcome:
+        """Write the count."""
+        left = max(deadline - concurrency.now(), SHORTEST_TIMEOUT)
+        return write_once(self._etcd, put, self._count[1], timeout=left, cancelled=self._closed, lost=lost, **beside)
+
+    def _made(self, outcome: WriteOutcome, look: str | None, deadline: float) -> Made:
+        """The change was made when the count was written."""
+        assert outcome.kv is not None
+        self._count = outcome.kv.key, outcome.kv
+        if look is None:
+            return Made(True)
+        if outcome.reads and outcome.kv.mod_revision == outcome.revision:
+            return Made(True, outcome.reads[-1].one)
+        get = Get(Span(look), revision=outcome.kv.mod_revision)  # an answer was lost: the key may have changed since
+        try:
+            read = retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
+        except RequestRefused:
+            return Made(True)  # compacted
+        return Made(True, read.one)
+
+    def _lease_id(self, deadline: float) -> int:
+        if self._lease is not None:
+            return self._lease
+        if self._session is None:
+            within = TimeLimit(write_timeout(self._etcd), max(deadline, concurrency.now() + SHORTEST_TIMEOUT))
+            # Not in the short attempts of a change: each grant that etcd answers too late leaves a lease of hours.
+            session = retry_until_answered(
+                lambda _: Session(self._etcd, self._ttl, timeout=within.left()), deadline, self._closed
+            )
+            self._session = self._one_of(session, within)
+        return self._session.lease_id
+
+    def _one_of(self, session: Session, within: TimeLimit) -> Session:
+        """The new session; or that of a change in a signal handler, which was granted one meanwhile and has keys."""
+        if (earlier := self._session) is not None:
+            with suppress(EtcdError):  # it expires by itself
+                session.close(within.left())
+            return earlier
+        if self._closed.is_set():  # meanwhile: `close()` may have seen no session
+            session.orphan()
+        return session
+
+    def _lease_is_gone(self, error: LeaseLost, is_unknown: bool) -> None:
+        """Begin a new count, which goes with the next lease."""
+        if self._session is None:
+            raise RoundOver(
+                f"the run of {self._prefix} is gone from etcd, and its store with it: {error}; join again"
+            ) from None
+        self._session.orphan()
+        self._session = None
+        if is_unknown:  # the count, which shows whether it happened, went with the lease
+            raise OutcomeUnknown(
+                f"a change was not answered, and then its lease was gone: {error}; read again"
+            ) from None
+        self._count = self._new_count()
+
+    def _new_count(self) -> tuple[str, None]:
+        return f"{self._prefix}{uuid.uuid4().hex}", None
+
+
+def round_over(fence: Fence) -> RoundOver:
+    """The error when the fence is gone."""
+    return RoundOver(f"the round of {fence.key} is over; join the next one and use its store")
+
+
+def _revision(kv: KeyValue | None) -> int:
+    return 0 if kv is None else kv.mod_revision

@@ -10,11 +10,7 @@ from __future__ import annotations
 import atexit
 from typing import Final
 
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousParameters,
-)
+from torch.distributed.elastic.rendezvous import api
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs_handler
 
@@ -24,7 +20,7 @@ from ftcoord.errors import ConfigError, EtcdError, LeaseLost
 from ftcoord.escaping import redacted
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span
 from ftcoord.primitives.write_once import WriteOutcome, write_once
-from ftcoord.rendezvous.create import open_run, with_conf
+from ftcoord.rendezvous.handler import open_run, with_conf
 from ftcoord.store import EtcdStore
 
 NAME: Final = "etcd-v3-dynamic"
@@ -60,7 +56,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         try:
             kv = self._etcd.range(Get(Span(self._key))).one
         except EtcdError as error:
-            raise RendezvousConnectionError(f"the state of the run cannot be read: {error}") from None
+            raise api.RendezvousConnectionError(f"the state of the run cannot be read: {error}") from None
         return (kv.value, kv.mod_revision) if kv else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
@@ -76,11 +72,13 @@ class EtcdRendezvousBackend(RendezvousBackend):
         try:
             written = self._write(state, expected)
         except EtcdError as error:
-            raise RendezvousConnectionError(f"the state of the run cannot be written: {error}") from None
+            raise api.RendezvousConnectionError(f"the state of the run cannot be written: {error}") from None
         return (written.kv.value, written.kv.mod_revision, written.done) if written.kv else None
 
     def _write(self, state: bytes, revision: int) -> WriteOutcome:
-        expected = KeyValue(self._key, b"", 0, revision, 0, 0) if revision else None  # no more of it counts here
+        expected = None
+        if revision:  # of what is expected, this alone counts here
+            expected = KeyValue(self._key, b"", create_revision=0, mod_revision=revision, version=0, lease=0)
         try:
             return write_once(self._etcd, Put(self._key, state, self._kept_lease()), expected)
         except LeaseLost:
@@ -97,7 +95,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return self._lease
 
 
-def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, EtcdStore]:
+def create_backend(params: api.RendezvousParameters) -> tuple[EtcdRendezvousBackend, EtcdStore]:
     """Make the backend and the store of torch's handler from torchrun's parameters.
 
     Takes the endpoint, TLS and login settings of `etcd-v3`. Raises ConfigError (a ValueError) for bad settings, and
@@ -113,7 +111,7 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
     return backend, EtcdStore(etcd, backend_store_prefix(settings.prefix))
 
 
-def create_dynamic_handler(params: RendezvousParameters) -> RendezvousHandler:
+def create_dynamic_handler(params: api.RendezvousParameters) -> api.RendezvousHandler:
     """Make the handler that `torchrun --rdzv-backend=etcd-v3-dynamic` uses: torch's own, on etcd v3.
 
     Raises what `create_backend` raises.

@@ -15,11 +15,10 @@ from typing import Final
 from torch.distributed import TCPStore
 
 from ftcoord import concurrency
-from ftcoord.config import EtcdConfig
+from ftcoord.config import Endpoint, EtcdConfig
 from ftcoord.core.rendezvous_records import AnyRound, HeardRound, Round
-from ftcoord.endpoints import Endpoint
 from ftcoord.errors import ConfigError
-from ftcoord.etcd.rpc.addresses import address_towards, own_addresses
+from ftcoord.etcd.addresses import address_towards, own_addresses
 
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
 NAMED_WITHIN: Final = 10.0

@@ -12,47 +12,46 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Final
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import api
 
 from ftcoord import concurrency
+from ftcoord.config import EtcdConfig
 from ftcoord.core import rendezvous_records
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import round_key, round_store_prefix
-from ftcoord.core.rendezvous_records import AnyRound
+from ftcoord.core.rendezvous_records import AnyRound, Round, WorkerFailure
 from ftcoord.core.timers import TimerInfo
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdError, ThreadNotStarted
+from ftcoord.errors import ConfigError, EtcdError, ThreadNotStarted
+from ftcoord.escaping import named, redacted
+from ftcoord.etcd.client import SharedClient, unusable
 from ftcoord.etcd.retry import UNANSWERED
-from ftcoord.etcd.shared import SharedClient
-from ftcoord.logs import log_change
+from ftcoord.logs import log_change, show_log_lines
 from ftcoord.metrics import process as metrics
 from ftcoord.metrics.exporter import MetricsAddress, serve_process
 from ftcoord.primitives.orphans import MarkedChildren
 from ftcoord.primitives.sentinel import Sentinel
-from ftcoord.rendezvous.bootstrap import Reservation, address_trouble, own_address
-from ftcoord.rendezvous.logs import round_line
+from ftcoord.rendezvous.bootstrap import Reservation, address_trouble, check_local_addr, own_address
 from ftcoord.rendezvous.node import SHUT_DOWN, Node
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.rendezvous.signals import raised_as_exceptions, reason_of, why_process_ends
-from ftcoord.rendezvous.worker_failures import failure_in
-from ftcoord.rendezvous.workers import WorkerWatch
+from ftcoord.rendezvous.workers import WorkerWatch, failure_in, raised_as_exceptions, reason_of, why_process_ends
 from ftcoord.store import EtcdStore
-from ftcoord.timer.agent import serve_timers
+from ftcoord.timer.etcd_timer import serve_timers
 
 log = logging.getLogger(__name__)
+
+NO_ID: Final = "none"
+"""The id that torchrun gives a job without `--rdzv-id`."""
+LONGEST_FOLDER: Final = 255 - 9
+"""Bytes of an id that a name of torch's log folder can contain: torch adds nine more."""
 
 
 class HandlerResources:
@@ -123,17 +122,17 @@ class HandlerResources:
 
 def _unwatched(error: BaseException) -> None:
     log.warning(
-        "the workers of this round are not watched any longer (%r): if one fails, the other nodes hear of it only when "
-        "this node's agent has stopped the others",
+        "the workers of this round are not watched any longer (%r): if one fails, the other nodes learn of it only"
+        " when this node's agent has stopped its other workers",
         error,
     )
 
 
-class EtcdRendezvousHandler(RendezvousHandler):
+class EtcdRendezvousHandler(api.RendezvousHandler):
     """One node's part in the rendezvous of a run.
 
     torch's registry makes it for `--rdzv-backend=etcd-v3`; in a program, call
-    `ftcoord.rendezvous.create.create_handler`. Do not call the constructor: its arguments are not public.
+    `ftcoord.rendezvous.handler.create_handler`. Do not call the constructor: its arguments are not public.
 
     Promised: all nodes that `next_rendezvous` returns the same round to have the same world and bootstrap address, and
     each has its own rank. Round numbers only grow. A dead agent is noticed at once, and a lost host when its lease
@@ -187,7 +186,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Whether rank 0's agent serves the workers' store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 turns it off)."""
         return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> api.RendezvousInfo:
         """Take part in the next round; returns when the round is decided and all its nodes have taken their seats.
 
         A spare node waits here without limit while others run. When the run closes it raises SystemExit(0), or
@@ -214,8 +213,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         place = f"{self.host} is rank {rank} of {round_.size} in round {round_.number}{ended}"
         self._record("next_rendezvous", place, rank)
         assert self._resources.store is not None
-        bootstrap = RendezvousStoreInfo(round_.address, round_.port)
-        return RendezvousInfo(self._resources.store, rank, round_.size, bootstrap)
+        bootstrap = api.RendezvousStoreInfo(round_.address, round_.port)
+        return api.RendezvousInfo(self._resources.store, rank, round_.size, bootstrap)
 
     def num_nodes_waiting(self) -> int:
         """More than 0 if the agent should call `next_rendezvous` again. Costs no request, never blocks, never raises.
@@ -274,7 +273,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 outcome = rendezvous_records.FINISHED if error is None else rendezvous_records.FAILED
                 speaker = self._node.speaker if self._node.round else None
                 self._run.close(f"{self.host} {outcome}", outcome, speaker, self._why_failed(error), self.host)
-        except RendezvousError as problem:
+        except api.RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
             self._told = False
         self._leave("finished" if error is None else reason_of(error))
@@ -310,15 +309,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
             try:
                 self._node.participant.prepare()
             except UNANSWERED as error:
-                log.debug("nothing could be prepared: %s", error)
+                log.debug("the lease and the watch of the first round were not prepared: %s", error)
             except EtcdError as error:
                 run = self._settings.run_id
-                raise RendezvousConnectionError(f"could not prepare for run {run!r}: {error}") from None
+                raise api.RendezvousConnectionError(f"could not prepare for run {run!r}: {error}") from None
             undo.pop_all()
 
     def _join(self) -> tuple[AnyRound, int]:
         if self._resources.left:
-            raise RendezvousClosedError(SHUT_DOWN)
+            raise api.RendezvousClosedError(SHUT_DOWN)
         self._resources.end_round()
         self._node.begin()
         while True:
@@ -335,7 +334,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _begin_round(self, round_: AnyRound, reservation: Reservation) -> int:
         member = self._node.participant.member
         if member is None:  # another thread has shut this handler down just now
-            raise RendezvousClosedError(SHUT_DOWN)
+            raise api.RendezvousClosedError(SHUT_DOWN)
         rank = self._node.rank
         if rank == 0 and self.use_agent_store:
             self._resources.tcp_store = reservation.serve()
@@ -356,7 +355,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             if (sentinel := Sentinel.of_process()) is not None:
                 sentinel.end_orphans(children.mark)
             if member is not None:
-                member.session.introduce()
+                member.group.introduce()
         if concurrency.is_main_thread():  # as an agent's: the watch looks for its workers again and again
             self._resources.watch_workers(round_, children, starting=True)
 
@@ -386,7 +385,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _recorded(self, action: str) -> Iterator[None]:
         try:
             yield
-        except RendezvousError as error:
+        except api.RendezvousError as error:
             self._record(action, f"{type(error).__name__}: {error}", state=NodeState.FAILED)
             raise
 
@@ -400,3 +399,118 @@ class EtcdRendezvousHandler(RendezvousHandler):
             pid=self._pid,
             rank=rank,
         )
+
+
+# -- from torchrun's parameters -------------------------------------------------------------------------------------
+
+
+def create_handler(params: api.RendezvousParameters) -> api.RendezvousHandler:
+    """Make the handler that `torchrun --rdzv-backend=etcd-v3` uses. It has joined no round yet.
+
+    Raises:
+        ConfigError (a ValueError): bad settings, before any socket is opened.
+        RendezvousConnectionError: etcd refuses, or does not answer within `join_timeout` seconds.
+        ServerError: the embedded etcd cannot be started.
+    """
+    show_log_lines()
+    metrics_at = MetricsAddress.of_environment()
+    handler = EtcdRendezvousHandler(*open_run(params))
+    handler.prepare(metrics_at)
+    return handler
+
+
+def check_for_torch(params: api.RendezvousParameters) -> None:
+    """Raises ConfigError for an id, or a name of this host, that torch's agent cannot use. It names its log folder
+    after the id, and looks up the name.
+
+    For an agent that torch starts: it would end with another exception, after it has joined.
+    """
+    try:
+        socket.getfqdn()
+    except UnicodeError as error:
+        allowed = f"torch cannot look it up ({error}): its parts must have 1 to 63 ASCII characters (`hostname NAME`)"
+        raise ConfigError("host name", socket.gethostname(), allowed) from None
+    run_id = params.run_id
+    if isinstance(run_id, str) and ("/" in run_id or len(os.fsencode(run_id)) > LONGEST_FOLDER):
+        allowed = f"torch names a log folder after it: give an id without '/', of at most {LONGEST_FOLDER} bytes"
+        raise ConfigError("run_id", redacted(run_id), f"{allowed} (--rdzv-id)")
+
+
+def with_conf(params: api.RendezvousParameters, conf: Mapping[str, object]) -> api.RendezvousParameters:
+    """The same parameters with a different ``rdzv_conf``."""
+    return api.RendezvousParameters(
+        params.backend, params.endpoint, params.run_id, params.min_nodes, params.max_nodes, params.local_addr, **conf
+    )
+
+
+def open_run(params: api.RendezvousParameters) -> tuple[RendezvousSettings, SharedClient, EtcdServer | None]:
+    """A run's settings, checked, a client whose etcd has answered, and the embedded etcd if there is one.
+
+    Raises what `create_handler` raises.
+    """
+    settings = RendezvousSettings.parse(
+        backend=params.backend,
+        endpoint=params.endpoint,
+        run_id=params.run_id,
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        local_addr=params.local_addr,
+        conf=params.config,
+    )
+    check_local_addr(settings.local_addr)
+    if settings.etcd is not None:
+        return _with_id(settings), connect(settings.etcd, settings.times.join_timeout), None
+    server = EtcdServer(login=True)
+    server.start()
+    try:
+        return settings, connect(server.config(settings.times.request_timeout)), server
+    except api.RendezvousConnectionError:
+        server.stop()
+        raise
+
+
+def _with_id(settings: RendezvousSettings) -> RendezvousSettings:
+    """The settings of a run of its own. Raises ConfigError if other nodes would have to know its id."""
+    if settings.run_id != NO_ID:
+        return settings
+    if settings.max_nodes > 1:
+        allowed = (
+            "give all nodes of a job the same --rdzv-id, and each job another: all jobs without one would be one run"
+        )
+        raise ConfigError("run_id", NO_ID, allowed)
+    run_id = str(uuid.uuid4())
+    log.info("no --rdzv-id was given: the id of this run is %s", run_id)
+    return replace(settings, run_id=run_id)
+
+
+def connect(config: EtcdConfig, join_timeout: float = 0.0) -> SharedClient:
+    """Make a client whose etcd has answered. Raises RendezvousConnectionError.
+
+    An etcd that is not there yet is awaited for `join_timeout` seconds; 0: for one request.
+
+    It shares the process's connection, because each connection with a watch costs three threads and a stream in etcd.
+    """
+    client = SharedClient(config)
+    try:
+        client.await_answer(join_timeout or config.request_timeout, "join_timeout")
+    except EtcdError as error:
+        client.close()
+        raise api.RendezvousConnectionError(unusable(config, error)) from None
+    return client
+
+
+# -- for people -----------------------------------------------------------------------------------------------------
+
+
+def round_line(run_id: str, round_: AnyRound, rank: int) -> str:
+    """A participant's log line for a round that is ready. In a large round it does not know the other participants."""
+    where = f"on {named(seat.host for seat in round_.seats)}" if isinstance(round_, Round) else f"with {round_.address}"
+    before = f"; the round before ended: {round_.before}" if round_.before else ""
+    who = f"decided by {decider_of(round_)}"
+    return f"run {run_id!r}, round {round_.number}: this node is rank {rank} of {round_.size}, {where}, {who}{before}"
+
+
+def decider_of(round_: AnyRound) -> str:
+    """The host of the member that decided a round; that member's id if it has no seat, or the round is large."""
+    hosts = {seat.member: seat.host for seat in round_.seats} if isinstance(round_, Round) else {}
+    return hosts.get(round_.by, f"member {round_.by}")

@@ -8,7 +8,7 @@ therefore sees none of its old keys, and does not wait for an old member longer 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Final
@@ -16,14 +16,19 @@ from typing import Any, Final
 from torch.distributed import Store, register_rendezvous_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from ftcoord.config import EtcdConfig
-from ftcoord.job_url import SCHEMES
+from ftcoord.config import EtcdConfig, whole
+from ftcoord.errors import ConfigError
+from ftcoord.job_url import SCHEMES, endpoints_of, parse_job_url
 from ftcoord.rendezvous.bootstrap import check_local_addr
-from ftcoord.rendezvous.create import connect
-from ftcoord.rendezvous.handler import EtcdRendezvousHandler
-from ftcoord.rendezvous.url import parse_url
+from ftcoord.rendezvous.handler import EtcdRendezvousHandler, connect
+from ftcoord.rendezvous.settings import RendezvousSettings
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
+NO_LIMIT: Final = 2**31 - 1
+_FORM: Final = "write it as etcd://host:port,host:port/run?world_size=4"
+_OWN: Final = ("rank", "world_size", "local_addr")
+_world = whole(1, NO_LIMIT)
+_rank = whole(0, NO_LIMIT)
 _registered: set[str] = set()
 _here: dict[tuple[EtcdConfig, str], _Handler] = {}
 """This process's seat in each run. When the process takes part again, it gives up its old seat."""
@@ -58,20 +63,20 @@ def register_init_methods() -> None:
 
 def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield one world. Raises ConfigError before any socket is opened, and what `next_rendezvous` raises."""
-    asked = parse_url(url, timeout.total_seconds())
-    assert asked.settings.etcd is not None
-    check_local_addr(asked.settings.local_addr)
-    run = (asked.settings.etcd, asked.settings.prefix)
+    settings, asked = parse_url(url, timeout.total_seconds())
+    assert settings.etcd is not None
+    check_local_addr(settings.local_addr)
+    run = (settings.etcd, settings.prefix)
     if before := _here.pop(run, None):
         before.leave()
-    handler = _Handler(asked.settings, connect(asked.settings.etcd, asked.settings.join_timeout))
+    handler = _Handler(settings, connect(settings.etcd, settings.times.join_timeout))
     with ExitStack() as undo:
         undo.callback(handler.leave)  # else it would keep its seat, and whoever tries again find the world full
         info = handler.next_rendezvous()
         info.store.set_timeout(timeout)
-        rank = info.rank if asked.rank is None else asked.rank
-        if asked.rank is not None:
-            _claim(info.store, asked.rank, handler.host)
+        rank = info.rank if asked is None else asked
+        if asked is not None:
+            _claim(info.store, asked, handler.host)
         undo.pop_all()
     _here[run] = handler
     yield info.store, rank, info.world_size
@@ -96,3 +101,34 @@ def _claim(store: Store, rank: int, host: str) -> None:
         raise RendezvousStateError(
             f"rank {rank} was given to {holder} and to {owner}: give each process a rank of its own"
         )
+
+
+def parse_url(url: str, timeout: float, env: Mapping[str, str] | None = None) -> tuple[RendezvousSettings, int | None]:
+    """The run's settings, and this member's rank, if the URL has one.
+
+    `timeout`, in seconds, is the join timeout if the URL has none. The path is the run id, percent-encoded. Besides
+    `rank`, `world_size` and `local_addr` the query takes the keys of `rdzv_conf`. The default port is 2379; without a
+    host, the endpoints come from FTCOORD_ENDPOINTS.
+
+    Raises ConfigError.
+    """
+    scheme, place, name, query = parse_job_url("init_method", url, _FORM)
+    world_size = _world("world_size", query["world_size"]) if "world_size" in query else None
+    rank = _rank("rank", query["rank"]) if "rank" in query else None
+    if rank is not None and (world_size is None or rank >= world_size):
+        raise ConfigError("rank", rank, "give the world_size too, and a rank below it")
+    settings = RendezvousSettings.parse(
+        backend="etcd-v3",
+        endpoint=endpoints_of(scheme, place),
+        run_id=name,
+        min_nodes=world_size or 1,
+        max_nodes=world_size or NO_LIMIT,
+        local_addr=query.get("local_addr"),
+        conf={
+            "join_timeout": timeout,
+            **({"protocol": "https"} if SCHEMES[scheme] else {}),
+            **{k: v for k, v in query.items() if k not in _OWN},
+        },
+        env=env,
+    )
+    return settings, rank

@@ -1,31 +1,27 @@
-"""One node of a run: it asks for rounds until it has a seat in one that is ready."""
+"""One node of a run: it asks for rounds until it has a seat in one that is ready, and holds that seat while its workers
+run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NoReturn
 
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import api
 
 from ftcoord import concurrency
-from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.outlook import Standing
+from ftcoord.core.death_records import Death
+from ftcoord.core.history import failure_event
 from ftcoord.core.rendezvous import call_back, is_same_round, may_reopen
-from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes, parse_join_request
-from ftcoord.core.round_situation import RoundOptions
-from ftcoord.errors import EtcdError, StateError, ThreadFailed, ThreadNotStarted
+from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes, WorkerFailure, parse_join_request
+from ftcoord.core.verdict import Standing
+from ftcoord.errors import ClientClosed, EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
@@ -36,15 +32,14 @@ from ftcoord.primitives.group.pace import Look
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.primitives.write_once import write_attempt_timeout
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
+from ftcoord.rendezvous.policy import RoundUse
 from ftcoord.rendezvous.run_record import RunRecord, Speaker
-from ftcoord.rendezvous.seat import SeatHolder
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.rendezvous.use import RoundUse
 
 log = logging.getLogger(__name__)
 
-FAREWELL_TIMEOUT: Final = 0.5
-"""Seconds that a leaving node waits until its reason is read."""
+SAY_RETRY_PAUSE: Final = 0.5
+"""Seconds until a failed write about the seat is tried again."""
 SHUT_DOWN: Final = "this handler was shut down; make a new one"
 
 
@@ -88,13 +83,7 @@ class Node:
     def __init__(
         self, etcd: Etcd, settings: RendezvousSettings, address: str, host: str, rolls: RollSizes = ROLLS
     ) -> None:
-        options = RoundOptions(
-            settings.last_call_timeout,
-            settings.settle_timeout,
-            settings.on_member_loss == "restart",
-            settings.restart,
-            return_to_seat=settings.lease_ttl,
-        )
+        options = replace(settings.rounds, return_to_seat=settings.times.lease_ttl)
         self._settings, self._address, self.host = settings, address, host
         self.id = uuid.uuid4().hex
         """The same through all of its leases, so that it keeps its rank."""
@@ -108,12 +97,10 @@ class Node:
             RoundUse(settings.prefix, options, etcd, rolls, lambda: self.round),
             # A round that is ready counts, though the lease was lost: see `_ready_after_all`.
             ParticipantOptions(
-                settings.lease_ttl,
-                settings.run_ttl,
-                settings.request_timeout,
+                settings.times.lease_ttl,
+                settings.times.run_ttl,
+                settings.times.request_timeout,
                 renews=False,
-                history_ttl=settings.history_ttl,
-                name=host,
             ),
             self._changed,
             self.waiting,  # which returns to the seat: an agent may look for itself only twice a minute
@@ -121,7 +108,7 @@ class Node:
         self.is_drained = False  # becomes True once, on the thread that asks
         """Whether it has left because an operator drained it."""
         self._failed = _FailedWorker()
-        self._holder = SeatHolder(self.participant, settings.request_timeout)
+        self._holder = SeatHolder(self.participant, settings.times.request_timeout)
         self._run = RunRecord(etcd, settings)
         self._numbers = _Numbers()
         self._leave_timeout = write_attempt_timeout(etcd) + TAKE_BACK_TIMEOUT
@@ -158,11 +145,11 @@ class Node:
         try:
             with self._as_torch_errors():
                 return self._ask(port, self.pace)
-        except (RendezvousError, SystemExit) as error:
-            if not isinstance(error, RendezvousStateError) or self.pace.limits.refusal:
+        except (api.RendezvousError, SystemExit) as error:
+            if not isinstance(error, api.RendezvousStateError) or self.pace.limits.refusal:
                 self.leave(
                     "other limits"
-                    if isinstance(error, RendezvousStateError)
+                    if isinstance(error, api.RendezvousStateError)
                     else "drained"
                     if self.is_drained
                     else type(error).__name__,
@@ -180,25 +167,20 @@ class Node:
         Does not raise if etcd is unreachable, and then takes at most `timeout` seconds, or one request's.
         """
         self._holder.end()
-        within = TimeLimit.of(min(timeout, self._settings.close_timeout, self._settings.request_timeout))
+        within = TimeLimit.of(min(timeout, self._settings.times.close_timeout, self._settings.times.request_timeout))
         # The rest is for the lease: while that lives the others wait, whatever they are told.
         words = TimeLimit(LOOK_TIMEOUT, within.deadline - TAKE_BACK_TIMEOUT)
+        death = Death(why, int(concurrency.wall() * 1000), left=True)
         member = self.participant.member
         lives = member if member is not None and member.entered and not member.lost else None
         # Of the seat that it holds, if it holds one: the others know it by that.
-        ask = replace(self._hold(self.round) if self.round is not None else self._new_ask(0), leaving=why)
-        if lives is not None and self.participant.withdraw(ask, words.each, for_all=True, until=words.deadline):
-            self._await_farewell(words)
-            if lives.record is not None:
-                self._note_end(lives.record, lives.id, words)
+        ask = self._hold(self.round) if self.round is not None else self._new_ask(0)
+        if lives is not None and self.participant.farewell(ask, death, words) and lives.record is not None:
+            mine, failed, now = self.round, self.failure, lives.record
+            is_mine = mine is not None and failed is not None and is_same_round(now, mine)
+            told = [failure_event(now.number, self.host, self.id, failed)] if failed and is_mine else []
+            self._run.note_last(now, lives.record_lease, told, host=self.host, member=lives.id, within=words)
         self.participant.leave(within.left())
-
-    def _note_end(self, now: AnyRound, member: str, within: TimeLimit) -> None:
-        """Add to the history of a run that is over what only this node, or only the last one that leaves, can tell."""
-        mine, failed = self.round, self.failure if self.round is not None else None
-        if mine is not None and failed is not None and is_same_round(now, mine):
-            self._run.note_failure(now, self.host, self.id, failed, within)
-        self._run.note_silent(now, self.host, member, within)
 
     def waiting(self) -> tuple[int, str]:
         """How many nodes wait for this one to come back to the rendezvous, and why. Costs no request; for any thread.
@@ -228,10 +210,7 @@ class Node:
             # Behind all rounds that have left something, though the record that would tell of them may be gone.
             self._numbers.heard(self._highest_round(pace))
             self._numbers.has_looked = True
-        try:
-            look = self.participant.ask(self._new_ask(port), pace)
-        finally:
-            pace.rest()
+        look = self.participant.ask(self._new_ask(port), pace)
         if look.standing is Standing.ANSWERED:
             assert look.record is not None
             return self._started(look.record)
@@ -249,7 +228,7 @@ class Node:
         return None
 
     def _highest_round(self, pace: RoundPace) -> int:
-        within = TimeLimit(self._settings.request_timeout, pace.deadline)
+        within = TimeLimit(self._settings.times.request_timeout, pace.deadline)
 
         def once() -> int:
             self.participant.prepare(pace.deadline)  # each time: it raises Left once this node was stopped
@@ -259,9 +238,17 @@ class Node:
 
     def _new_ask(self, port: int) -> JoinRequest:
         settings, after, failed = self._settings, self._numbers.highest, self._failed
-        limits = settings.min_nodes, settings.max_nodes
-        reopens = self._numbers.reopens
-        ask = JoinRequest(self.id, self._address, port, after, self.host, "", *limits, reopens=reopens)
+        ask = JoinRequest(
+            self.id,
+            self._address,
+            port,
+            after,
+            host=self.host,
+            nonce="",
+            min_nodes=settings.min_nodes,
+            max_nodes=settings.max_nodes,
+            reopens=self._numbers.reopens,
+        )
         is_next = self.round is not None and after == self.round.number
         if not is_next or failed.failure is None:
             return ask
@@ -284,7 +271,7 @@ class Node:
             self._failed.failure = failure
             run, fate = self._settings.run_id, failure.line
             metrics.WORKER_FAILURES.add(run)
-            text = f"run {run!r}, round {mine.number}: {fate}; the other nodes are told"
+            text = f"run {run!r}, round {mine.number}: {fate}; reported to the other nodes"
             log_change(log, text, logging.WARNING, run=run, round=mine.number, reason=fate, host=self.host)
             with contextlib.suppress(ThreadNotStarted):  # they hear of it later
                 self._holder.begin(self._hold(mine))
@@ -323,9 +310,9 @@ class Node:
             return None
         deadline = max(pace.deadline, concurrency.now() + LOOK_TIMEOUT)
         try:
-            now = self._run.read(TimeLimit(self._settings.request_timeout, deadline).left())
-        except RendezvousConnectionError as error:
-            log.debug("whether a round still stands cannot be told: %s", error)
+            now = self._run.read(TimeLimit(self._settings.times.request_timeout, deadline).left())
+        except api.RendezvousConnectionError as error:
+            log.debug("could not read whether the round is still the last one: %s", error)
             return None
         stands = now is not None and is_same_round(now, known) and not now.closed
         return self._started(known) if stands else None
@@ -333,54 +320,31 @@ class Node:
     def _go_on_or_end(self, now: AnyRound, pace: RoundPace) -> None:
         """For a run that is over: continue it, or raise the error that ends this node."""
         settings = self._settings
-        if not pace.has_waited and self.round is None and may_reopen(now, settings.restart):
+        if not pace.has_waited and self.round is None and may_reopen(now, settings.rounds.restart):
             text = neutral(f"run {settings.run_id!r} is started again; it had ended: {now.closed}")
             log_change(log, text, run=settings.run_id, round=now.number, reason=now.closed, host=self.host)
             self._numbers.reopens = now.number
             return
         if pace.limits.refusal:  # it was never of this run, so it is no spare of it either
-            raise RendezvousStateError(pace.limits.refusal)
+            raise api.RendezvousStateError(pace.limits.refusal)
         text = neutral(f"run {settings.run_id!r} is over: {now.closed}")
         member = self.participant.member
         has_seat = member is not None and now.rank_of(member.id) is not None
         if not (pace.has_waited and self.round is None and now.size and not has_seat):
             again = "it may be started again once all of its nodes have ended, or start"
-            advice = again if may_reopen(now, settings.restart) else "start"
-            raise RendezvousClosedError(f"{text}; {advice} a new run under another --rdzv-id")
+            advice = again if may_reopen(now, settings.rounds.restart) else "start"
+            raise api.RendezvousClosedError(f"{text}; {advice} a new run under another --rdzv-id")
         self._end_without_error(f"{text}; this node was a spare and is not needed any more")
 
     def _end_without_error(self, text: str) -> NoReturn:
         """Raise the exception that ends this node's agent as if its workers were done."""
         settings, member = self._settings, self.participant.member
         if settings.on_spare_close == "raise":
-            raise RendezvousGracefulExitError(text)
+            raise api.RendezvousGracefulExitError(text)
         record = member.record if member is not None else None
         number, reason = (record.number, record.closed or record.recalled) if record is not None else (0, "")
         log_change(log, text, run=settings.run_id, round=number, reason=reason, host=self.host)
         raise SystemExit(0)
-
-    def _await_farewell(self, within: TimeLimit) -> None:
-        """Wait until another member has read why this one leaves; or its own thread, if it is the decider or takes
-        over."""
-
-        def heard() -> bool:
-            member = self.participant.member
-            if member is None or member.lost:
-                return True
-            now, mine = member.record, self.round
-            has_seat = now is not None and (
-                now.rank_of(member.id) is not None or (mine is not None and is_same_round(now, mine))
-            )
-            return not has_seat or bool(now is None or now.recalled or now.closed)
-
-        if self._settings.on_member_loss != "restart":  # nobody does anything about it
-            return
-        with self._changed:
-            if self._changed.wait_for(heard, within.left(FAREWELL_TIMEOUT)):
-                return
-        self.participant.take_over(lambda until: None)  # the decider may be dead, and its successor would find no word
-        with self._changed:
-            self._changed.wait_for(heard, within.left(FAREWELL_TIMEOUT))
 
     @contextlib.contextmanager
     def _as_torch_errors(self) -> Iterator[None]:
@@ -388,12 +352,125 @@ class Node:
         try:
             yield
         except Left:
-            raise RendezvousClosedError(SHUT_DOWN) from None
+            raise api.RendezvousClosedError(SHUT_DOWN) from None
         except StateError as error:
-            raise RendezvousStateError(str(error)) from None
+            raise api.RendezvousStateError(str(error)) from None
         except TimeoutError as error:
-            raise RendezvousTimeoutError(f"run {run}: {error}") from None
+            raise api.RendezvousTimeoutError(f"run {run}: {error}") from None
         except ThreadFailed as error:
-            raise RendezvousError(f"run {run}: {error}") from error
+            raise api.RendezvousError(f"run {run}: {error}") from error
         except EtcdError as error:
-            raise RendezvousConnectionError(f"could not join run {run}: {error}") from None
+            raise api.RendezvousConnectionError(f"could not join run {run}: {error}") from None
+
+
+class SeatHolder:
+    """Writes what a node reports of its seat while its workers run: that it holds the seat under another lease (R9 in
+    `core.rendezvous`), or that a worker failed (R3).
+
+    On its own thread, until etcd has taken it or the node asks for something else. Thread-safe.
+
+    Args:
+        participant: the node's participant.
+        timeout: seconds that one attempt may take.
+    """
+
+    def __init__(self, participant: Participant[AnyRound, JoinRequest], timeout: float) -> None:
+        self._participant, self._timeout = participant, timeout
+        self._lock = concurrency.lock("SeatHolder._lock")  # guards what follows; never held while it waits
+        self._thread: concurrency.Thread | None = None
+        """The thread that has something to write."""
+        self._cancelled = concurrency.event()
+        self._has_seat = False
+        self._ask: JoinRequest | None = None
+        """What to write about this seat; without a thread, what was written last."""
+        self._failure: BaseException | None = None
+
+    @property
+    def failure(self) -> ThreadFailed | None:
+        """The unexpected error that ended a thread of this seat."""
+        failure = self._failure
+        return None if failure is None else ThreadFailed("reports that this node holds its seat", failure)
+
+    def allow(self) -> None:
+        """The node has a seat from now on."""
+        with self._lock:
+            self._has_seat, self._ask, self._failure = True, None, None
+
+    def begin(self, ask: JoinRequest) -> None:
+        """Write this ask, under another lease if the last one is lost, unless the node has ended its round.
+
+        A worker's failure is written again with each later ask, whatever that is for, because the others must learn of
+        it.
+
+        Raises ThreadNotStarted.
+        """
+        with self._lock:
+            if not self._has_seat:
+                return
+            if self._ask is None or not self._ask.failed:
+                self._ask = ask
+            if self._thread is not None:
+                return  # which says it next
+            self._cancelled = concurrency.event()
+            thread = concurrency.thread(self._run, "ftcoord-seat", self._cancelled)
+            thread.start()
+            self._thread = thread
+
+    def end(self) -> None:
+        """Stop writing: the node's next request must not be overwritten. Waits for an attempt in progress."""
+        with self._lock:
+            self._has_seat = False
+            self._cancelled.set()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            concurrency.join(thread)
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self, cancelled: concurrency.Event) -> None:
+        said: JoinRequest | None = None
+        try:
+            while not cancelled.is_set() and (ask := self._next(said)) is not None:
+                said = ask if self._say(ask, cancelled) else None
+        except (Left, ClientClosed):  # the node was stopped
+            self._end_thread()
+        finally:
+            failure = sys.exc_info()[1]
+            if failure is not None:
+                log.exception("the thread that reports this node's seat failed: its changes are no longer published")
+                self._end_thread(failure)
+
+    def _next(self, said: JoinRequest | None) -> JoinRequest | None:
+        """What to write next. None if it was just written: the thread has then ended for `begin`.
+
+        Not None if the lease that it was written under is already lost: `begin` was called for that while this thread
+        was busy.
+        """
+        with self._lock:
+            if self._ask != said or not self._participant.joined:
+                return self._ask
+            self._thread = None
+            return None
+
+    def _end_thread(self, failure: BaseException | None = None) -> None:
+        with self._lock:
+            if self._thread is concurrency.current_thread():
+                self._thread, self._failure = None, failure
+
+    def _say(self, ask: JoinRequest, cancelled: concurrency.Event) -> bool:
+        """Whether etcd has taken it. Raises Left, ClientClosed."""
+        try:
+            self._participant.say(ask, concurrency.now() + self._timeout, cancelled)
+        except ClientClosed:
+            raise
+        except (EtcdError, StateError, ThreadNotStarted, TimeoutError) as error:
+            log.debug("could not publish the seat of round %d: %s", ask.seated, error)
+            cancelled.wait(SAY_RETRY_PAUSE)
+            return False
+        if not ask.failed:
+            log.warning(
+                "this node lost its lease, as happens when etcd is away for long; it is in round %d again under another"
+                " one, and its workers run on unless the others went on without it",
+                ask.seated,
+            )
+        return True

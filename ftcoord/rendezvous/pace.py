@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Sequence
 from typing import Final
 
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round
-from ftcoord.core.round_history import counted
-from ftcoord.core.round_situation import RETURN_FACTOR
-from ftcoord.core.seating import SAY_AGAIN, seating_time, unhurried
-from ftcoord.core.takeover import rare_slot
+from ftcoord.core.round_situation import RETURN_FACTOR, SAY_AGAIN, contradicts, seating_time, spelled, unhurried
+from ftcoord.core.verdict import Standing
 from ftcoord.errors import EtcdError
+from ftcoord.escaping import SHOWN, counted, named, neutral, spanned
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.logs import SHOWN, ending, log_change, named
-from ftcoord.primitives.group.pace import Look, Takeover, TakeoverToken, signals_at
+from ftcoord.logs import ending, log_change
+from ftcoord.primitives.group.pace import Look, signals_at
 from ftcoord.primitives.group.participant import Participant
-from ftcoord.rendezvous.limits import OtherLimits
-from ftcoord.rendezvous.logs import attendance
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -37,15 +34,15 @@ LINE_INTERVAL: Final = 30.0
 """Seconds between two such lines of a node; longer in a large run."""
 LOOK_TIMEOUT: Final = 2.0
 """Seconds that a read of the other nodes may take. Nothing depends on it."""
-LAST_LOOK_TIMEOUT: Final = 1.0
+LAST_READ_TIMEOUT: Final = 1.0
 """The same when the node's own time is over, and it is still to leave."""
-OLDEST: Final = 4
-"""Members that look early before there is any round, whatever its size will be."""
-CROWD: Final = 4
-"""The most waiting nodes to assume per seat. A node's place in line grows with each node that has ever joined; in a
-long job more nodes come and go than wait at a time."""
 LIMITS_INTERVAL: Final = 1.0
 """Seconds between two checks of a node that has other limits than the run."""
+MEMBERS_LOOKED_AT: Final = 100
+"""How many members a node with other limits checks for one that has the run's limits."""
+LEASES_OUTLIVED: Final = 2.0
+"""How many lease TTLs must pass before a member that is still there is certain to be alive: etcd may grant more than it
+was asked for, as 8 s for 5 where its election timeout is 5 s."""
 
 
 class RoundPace:
@@ -59,9 +56,9 @@ class RoundPace:
     ) -> None:
         now = concurrency.now()
         self._participant, self._settings, self._run, self._host = participant, settings, run, host
-        self._takeover = Takeover(participant, TakeoverToken(), rare_slot)
+        self._draw = random.random()
         self.gone = concurrency.event()
-        self.deadline = now + settings.join_timeout
+        self.deadline = now + settings.times.join_timeout
         self.has_waited = False
         """Whether this node has waited for others: it may then be a spare."""
         self._waits_since = math.inf
@@ -83,7 +80,7 @@ class RoundPace:
 
     @property
     def crowd(self) -> int:
-        return self._waiters(self._participant.record)
+        return self._settings.max_nodes
 
     def see(self, look: Look[AnyRound, JoinRequest]) -> Standing:
         standing, now = look.standing, concurrency.now()
@@ -91,12 +88,11 @@ class RoundPace:
             standing = Standing.PENDING
         if standing is Standing.SEATED:
             # The decider ends this by itself when a seat is not taken; nobody's time is over while others count on it.
-            seating = seating_time(self._seats(look.record), self._settings.last_call_timeout)
+            seating = seating_time(self._seats(look.record), self._settings.rounds.last_call_timeout)
             self.deadline = max(self.deadline, now + seating + LOOK_TIMEOUT)
             self._check_at = min(self._check_at, self._say_again_at(look.record, now))
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
-            self.deadline = now + self._settings.join_timeout
-        self._takeover.see(look.record, self._waiters(look.record), _may_look(look.record, standing))
+            self.deadline = now + self._settings.times.join_timeout
         stated = (look.record or NO_ROUND).limits
         if standing is Standing.PENDING and self._stated not in (None, stated):  # since somebody contradicts them
             self._line_at = min(self._line_at, now)
@@ -109,7 +105,7 @@ class RoundPace:
         now = concurrency.now()
         if standing is Standing.REFUSED:
             return now
-        return min(self.deadline, self._check_at, self._line_at + self._turn, self._takeover.at(), signals_at())
+        return min(self.deadline, self._check_at, self._line_at + self._turn, signals_at())
 
     def tick(self, look: Look[AnyRound, JoinRequest]) -> None:
         """Raises RendezvousTimeoutError after the join timeout, and RendezvousStateError when the limits differ."""
@@ -123,7 +119,6 @@ class RoundPace:
             raise RendezvousTimeoutError(self._why_no_round())
         if look.standing is Standing.SPARE and look.record is not None:
             self._log_spare(look.record, now)
-        self._takeover.tick()
         if now >= self._check_at:
             self._check(look, now)
         if now >= self._line_at + self._turn:
@@ -145,31 +140,13 @@ class RoundPace:
         member = self._participant.member
         log_change(log, text, run=run, round=full.number, host=self._host, member=member.id if member else None)
 
-    def rest(self) -> None:
-        """This node no longer waits, for now."""
-        self._takeover.end()
-
-    @property
-    def _place(self) -> int:
-        """This node's place in line: how many have joined up to it, as far as is known."""
-        member = self._participant.member
-        return member.group.place if member else 0
-
     @property
     def _turn(self) -> float:
-        """By how many seconds this node logs later than the first one in line."""
-        return self._place % (CROWD * self._settings.max_nodes) / LINES_PER_SECOND
+        """By how many seconds this node logs later than others, so that not all read who is there at once."""
+        return self._draw * min(self._settings.max_nodes / LINES_PER_SECOND, LINE_INTERVAL)
 
     def _seats(self, record: AnyRound | None) -> int:
         return record.size if record is not None and record.size else self._settings.min_nodes
-
-    def _waiters(self, record: AnyRound | None) -> int:
-        """How many nodes may wait for the same record, as far as this one knows. If nobody knows how many will come,
-        all but the oldest few assume the maximum, so that they do not all look at once."""
-        seats, place = self._seats(record), self._place
-        unknown = (record is None or not record.size) and place > OLDEST
-        most = self._settings.max_nodes
-        return max(seats, min(place, CROWD * most), most if unknown else 0)
 
     def _check(self, look: Look[AnyRound, JoinRequest], now: float) -> None:
         self._tolerated = None
@@ -187,10 +164,11 @@ class RoundPace:
         return now + SAY_AGAIN * unhurried(self._seats(record), now - self._seated[1])
 
     def _why_no_round(self) -> str:
-        settings, there = self._settings, self._attendance(LAST_LOOK_TIMEOUT)
+        run, seconds = self._settings.run_id, self._settings.times.join_timeout
+        there = self._attendance(LAST_READ_TIMEOUT)
         return (
-            f"no round of run {settings.run_id!r} with a seat for {self._host} came about within"
-            f" {settings.join_timeout:g} s (join_timeout): {there}; start the missing nodes with the same --rdzv-id and"
+            f"no round of run {run!r} with a seat for {self._host} came about within"
+            f" {seconds:g} s (join_timeout): {there}; start the missing nodes with the same --rdzv-id and"
             " --rdzv-endpoint"
         )
 
@@ -203,7 +181,7 @@ class RoundPace:
         try:
             asks, count = self._run.members(SHOWN, timeout)
         except EtcdError as error:
-            return f"cannot tell who is there: {error}"
+            return f"could not read who is there: {error}"
         before = self._participant.record
         if before is not None and before.closed:
             nodes = before.nodes if isinstance(before, Round) else ()
@@ -226,18 +204,56 @@ class RoundPace:
         came_last = len(hosts) >= earlier and self._host not in hosts[:earlier]
         self._enough_since = min(self._enough_since, self._waits_since if came_last else now)
         # Those of the last round have longer to come back.
-        last_call = settings.last_call_timeout * (RETURN_FACTOR if before is not None and before.size else 1.0)
+        last_call = settings.rounds.last_call_timeout * (RETURN_FACTOR if before is not None and before.size else 1.0)
         left = math.ceil(self._enough_since + last_call - now)
         when = f"it starts within {left} s (last_call_timeout)" if left > 0 else "it is due"
         more = limits[1] - count
         return f"{when}, or at once with {more} more" if more > 0 else when
 
 
-def _may_look(record: AnyRound | None, standing: Standing) -> bool:
-    """Whether a node in this standing may decide in place of the decider.
+class OtherLimits:
+    """What a node whose --nnodes differ from the run's knows about the members: it ends once it is certain that a live
+    one has the run's limits. Not thread-safe.
 
-    Not while the nodes of a round take their seats: seats count only if they were taken a moment ago, and a node that
-    learns late of the round cannot tell. It would start the round with a dead node.
+    The delay is for a run that was killed and is restarted with other limits: the killed nodes seem alive until their
+    leases expire.
     """
-    takes_seats = record is not None and bool(record.size) and not (record.ready or record.recalled)
-    return standing in (Standing.PENDING, Standing.SPARE) and not takes_seats
+
+    def __init__(self, settings: RendezvousSettings, run: RunRecord) -> None:
+        self._settings, self._run = settings, run
+        self._since: float | None = None
+        self.refusal = ""
+        """Why this node is refused; empty while it may not be."""
+
+    def judge(self, now: AnyRound, ask: JoinRequest, timeout: float) -> None:
+        """Raises RendezvousStateError when others have had the limits of the run `now` for longer than a lease
+        lasts."""
+        try:
+            asks, _ = self._run.members(MEMBERS_LOOKED_AT, timeout)
+        except EtcdError as error:
+            log.debug("could not read who shares the run's limits: %s", error)
+            return
+        other = next((one for one in asks if one.limits == now.limits), None)
+        if other is None:
+            self._since, self.refusal = None, ""
+            return
+        moment = concurrency.now()
+        self.refusal = (
+            f"run {self._settings.run_id!r} has --nnodes={spelled(now.limits)}, as {neutral(other.host)} wants, and"
+            f" this node has --nnodes={spelled(ask.limits)}: give all nodes the same, or this one another --rdzv-id"
+        )
+        if self._since is None:
+            self._since = moment
+            log.warning("%s; waiting until it is certain that the other one lives", self.refusal)
+        if moment > self._since + self._settings.times.lease_ttl * LEASES_OUTLIVED:
+            raise RendezvousStateError(self.refusal)
+
+
+def attendance(asks: Sequence[JoinRequest], count: int, limits: tuple[int, int]) -> str:
+    """How many nodes are there for a round with these limits, and which; and who is refused for other ones. `asks` are
+    the first of the `count` requests with these limits, and others."""
+    hosts = [ask.host for ask in asks if ask.limits == limits]
+    who = f" ({named(hosts, count)})" if hosts else ""
+    there = f"{count} of {spanned(limits, 'node')} {'is' if count == 1 else 'are'} there{who}"
+    refused = [f"{ask.host} {contradicts(ask.limits, limits)}" for ask in asks if ask.limits != limits]
+    return "; ".join([there, *refused])

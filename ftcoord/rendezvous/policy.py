@@ -1,53 +1,123 @@
-"""Connects the pure decisions of `core.rendezvous` to the group: keys and bytes on one side, records on the other."""
+"""Rounds as a use of the group: the pure decisions of `core.rendezvous` on one side, keys and bytes on the other."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import uuid
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core.bystanders import TELL_AFTER, Bystanders
-from ftcoord.core.causes import UNKNOWN_PEER, in_causal_order
-from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.layout import (
-    Span,
-    member_key,
-    member_of,
-    round_key,
-    round_store_prefix,
-    rounds_span,
+from ftcoord.core import layout, rendezvous
+from ftcoord.core import rendezvous_records as records
+from ftcoord.core.death_records import KnownCause
+from ftcoord.core.history import (
+    MOST_ENDS,
+    UNKNOWN_PEER,
+    Ends,
+    HistoryEvent,
+    VacantSeat,
+    in_causal_order,
+    lost_ends,
+    note_ends,
+    round_events,
+    signed,
+    told_leaving,
 )
+from ftcoord.core.layout import Span
 from ftcoord.core.rendezvous import decide
-from ftcoord.core.rendezvous_records import (
-    ROLLS,
-    AnyRound,
-    JoinRequest,
-    RollSizes,
-    Round,
-    RoundHead,
-    parse_decided,
-    parse_join_request,
-)
-from ftcoord.core.round_history import MOST_ENDS, Ends, VacantSeat, lost_ends, note_ends, round_events
-from ftcoord.core.round_poll import vacant
-from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation
-from ftcoord.core.verdict import Publish, Verdict, Wait
+from ftcoord.core.rendezvous_records import AnyRound, HeardRound, JoinRequest, RollChunk, RollSizes, Round, RoundHead
+from ftcoord.core.round_situation import MOMENT, RoundCandidate, RoundOptions, RoundSituation, held_seats, vacant
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
+from ftcoord.core.verdict import Outlook, Publish, Verdict, Wait
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import Etcd, KeyValue
-from ftcoord.logs import log_change
+from ftcoord.etcd.api import Etcd, Get, KeyValue, read_snapshot
 from ftcoord.primitives.deaths import causes_known
 from ftcoord.primitives.group.parse_cache import ParsedKey, ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View
-from ftcoord.rendezvous.fences import highest_round
-from ftcoord.rendezvous.rolls import RollReplaced, Rolls, read_round
+from ftcoord.primitives.group.use import Use
+from ftcoord.rendezvous.run_record import highest_round
 
 log = logging.getLogger(__name__)
 
 LEASE_GRACE: Final = 5.0
 """Seconds that a lease may live on after its TTL: etcd checks twice a second, and a new leader later."""
+TELL_AFTER: Final = 5.0
+"""Seconds without a change after which ends are written that no decision carries; MOMENT once the run is over."""
+
+
+class RoundUse(Use[AnyRound, JoinRequest]):
+    """The rounds of one run.
+
+    Args:
+        prefix: the run's prefix.
+        options: its user's settings.
+        etcd: for a decider that takes over: it reads the last round's roll.
+        rolls: when a roll is stored beside its head.
+        mine: returns the last round that this node has started. Called on any thread.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        options: RoundOptions,
+        etcd: Etcd,
+        rolls: RollSizes = records.ROLLS,
+        mine: Callable[[], AnyRound | None] = lambda: None,
+    ) -> None:
+        self._prefix, self._options, self._etcd, self._rolls = prefix, options, etcd, rolls  # these never change
+        self._mine = mine
+        self._read: tuple[str, RollChunk, int] | None = None  # replaced as a whole, by any thread
+        """The roll of which a chunk was last read, the chunk, and its number: all records of a round have the same
+        roll."""
+        self._highest = 0  # any thread
+        """The highest number of a record."""
+
+    @property
+    def prefix(self) -> str:
+        return self._prefix
+
+    def policy(self) -> RendezvousPolicy:
+        return RendezvousPolicy(self._prefix, self._options, self._etcd, self._rolls, mine=self._mine)
+
+    def parse(self, key: str, value: bytes) -> AnyRound:
+        record = records.parse_decided(key, value)
+        if self._highest:
+            check_step(key, record.number, self._highest, LARGEST_DECIDED_STEP)
+        self._highest = max(self._highest, record.number)
+        if not isinstance(record, RoundHead):
+            return record
+        read = self._read
+        if read is None or read[0] != record.roll:
+            return HeardRound.of(record)
+        return HeardRound.of(record, read[1], read[2])
+
+    def part_of(self, record: AnyRound, me: str) -> str | None:
+        if not isinstance(record, RoundHead):
+            return None
+        return layout.roll_key(self._prefix, record.roll, record.chunk_of(me))
+
+    def with_part(self, record: AnyRound, me: str, part: KeyValue | None) -> AnyRound:
+        assert isinstance(record, RoundHead)
+        if part is None:
+            return HeardRound.of(record, gone=True)
+        chunk, at = records.parse_chunk(part.key, part.value), record.chunk_of(me)
+        self._read = record.roll, chunk, at
+        return HeardRound.of(record, chunk, at)
+
+    def stamp(self, ask: JoinRequest) -> JoinRequest:
+        return replace(ask, nonce=uuid.uuid4().hex)
+
+    def encode(self, ask: JoinRequest) -> bytes:
+        return records.encode(ask)
+
+    def rank(self, record: AnyRound, me: Sequence[str]) -> int | None:
+        return next((rank for one in reversed(me) if (rank := record.rank_of(one)) is not None), None)
+
+    def outlook(self, record: AnyRound | None, me: Sequence[str], ask: JoinRequest) -> Outlook[JoinRequest]:
+        return rendezvous.outlook(record, me[-1], ask)
 
 
 def _is_explained(round_: Round) -> bool:
@@ -55,65 +125,11 @@ def _is_explained(round_: Round) -> bool:
     return bool(round_.closed) and UNKNOWN_PEER not in round_.closed
 
 
-_EndKey: TypeAlias = tuple[int, str, str]
-
-
-def _by_key(ends: Iterable[HistoryEvent]) -> dict[_EndKey, HistoryEvent]:
-    return {(end.number, end.kind, end.node): end for end in ends}
-
-
-class _ToldEnds:
-    """Which ends of parts in the last round a decider has written to the history, so that each is written once.
-
-    Args:
-        return_to_seat: seconds in which a node that is gone may come back to its seat.
-    """
-
-    def __init__(self, return_to_seat: float) -> None:
-        self._return_to_seat = return_to_seat
-        self._record = b""
-        """The last record that this decider published."""
-        self._told: frozenset[_EndKey] = frozenset()
-        """The ends that it wrote with that record, or before."""
-        self._late_since: float | None = None
-        """Since when there are ends that no decision has written; None if there are none."""
-
-    def with_decision(self, situation: RoundSituation, view: View, value: bytes) -> list[HistoryEvent]:
-        """The ends to write with this new record."""
-        told, ends = self._before(view), _by_key(situation.ends)
-        self._record, self._told = value, told | ends.keys()
-        return [end for key, end in ends.items() if key not in told]
-
-    def late(self, situation: RoundSituation, view: View, now: float) -> tuple[Sequence[HistoryEvent], float | None]:
-        """Ends of parts in the last round that no decision has written, and that none may write for long: others go on
-        (on_member_loss=ignore), nobody comes, or the run is over. And the latest time to check again."""
-        told = self._before(view)
-        fresh = {key: end for key, end in _by_key(situation.ends).items() if key not in told}
-        if not fresh:
-            self._late_since = None
-            return (), None
-        self._late_since = now if self._late_since is None else self._late_since
-        lost = any(end.kind == "lost" for end in fresh.values())
-        since = max(self._late_since, situation.gone_since if lost else -inf)
-        due = max(since + TELL_AFTER, situation.gone_since + self._return_to_seat if lost else -inf)
-        if situation.previous is not None and situation.previous.closed:  # who could tell it leaves soon
-            due = since + MOMENT
-        if now < due:
-            return (), due
-        value = view.decided.value if view.decided else b""
-        self._record, self._told, self._late_since = value, told | fresh.keys(), None
-        return in_causal_order([*fresh.values()])[:MOST_ENDS], None
-
-    def _before(self, view: View) -> frozenset[_EndKey]:
-        """The ends that it has written; none if others have decided since, or its own decision was refused."""
-        return self._told if view.decided is not None and view.decided.value == self._record else frozenset()
-
-
 class _LastRecord:
     """The decided record as a decider reads it, and what it remembers of earlier ones."""
 
     def __init__(self) -> None:
-        self._parsed = ParsedKey(parse_decided)
+        self._parsed = ParsedKey(records.parse_decided)
         self.highest = 0
         """The highest round seen: an etcd that lost its last writes may show an older record."""
         self._state: tuple[object, ...] = ()
@@ -178,23 +194,25 @@ class RendezvousPolicy:
         prefix: str,
         options: RoundOptions,
         etcd: Etcd,
-        rolls: RollSizes = ROLLS,
+        rolls: RollSizes = records.ROLLS,
         wall_clock: Callable[[], float] = concurrency.wall,
         mine: Callable[[], AnyRound | None] = lambda: None,
     ) -> None:
         self._prefix, self._options, self._etcd = prefix, options, etcd
         self._rolls = Rolls(prefix, etcd, rolls)
         self._wall_clock, self._mine = wall_clock, mine
-        self._members = ParsedKeys(parse_join_request)
+        self._members = ParsedKeys(records.parse_join_request)
         self._candidates: dict[str, RoundCandidate] = {}
         """By key, as they were at the last decision."""
         self._last = _LastRecord()
         self._gone: dict[str, tuple[float, VacantSeat]] = {}
         """Members with a seat in the last round that are gone: when this decider saw it, and what is known."""
+        self._held: dict[str, bool] = {}
+        """The members whose seats are held under other leases, and whether they were evicted."""
         self._ends: tuple[str, Ends] = "", {}
         """How parts in the last round ended: its roll, and the ends."""
-        self._bystanders = Bystanders()
-        self._told = _ToldEnds(options.return_to_seat)
+        self._written: set[tuple[str, str]] = set()
+        """The kinds and nodes of those that this decider has written."""
         self._read_back = ReadBack()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
@@ -210,67 +228,63 @@ class RendezvousPolicy:
         situation = self._situation(view, previous, since, now)
         verdict = decide(situation, self._options, now)
         if isinstance(verdict, Wait):
-            return self._with_news(verdict, situation, view, me, now)
+            return self._with_late_ends(verdict, situation, view, me, now)
         head = record if isinstance(record, RoundHead) and previous and previous.seats else None
         decision = self._publish(verdict, previous, head, me, again=view.vanished)
         published = self._read_back.passed(decision, lambda one: read_round(self._prefix, one), now)
         if isinstance(published, Wait):
             return published
         self._last.tries(view, published)
-        return replace(published, events=self._events(situation, verdict, published.record, view, me))
+        return replace(published, events=self._events(round_events(previous, verdict.record, situation.ends), me))
 
-    def _with_news(self, verdict: Wait, situation: RoundSituation, view: View, me: str, now: float) -> Wait:
-        """Add events for the history while nothing is decided. Only the oldest member adds them: those that stand by
-        see the same."""
-        if not view.members or member_of(view.members[0].key) != me:
+    def _with_late_ends(self, verdict: Wait, situation: RoundSituation, view: View, me: str, now: float) -> Wait:
+        """Add the ends of parts in the last round that no decision carries, nor soon will: others go on
+        (on_member_loss=ignore), no node comes, or the run is over. They are written once, when nothing has changed
+        for a while."""
+        fresh = [end for end in situation.ends if (end.kind, end.node) not in self._written]
+        if not fresh:
             return verdict
-        bystanders, look_at = self._bystanders.look(situation, now)
-        ends, tell_at = self._told.late(situation, view, now)
-        times = [at for at in (verdict.until, look_at, tell_at) if at is not None]
-        wall_ms = self._wall_ms()
-        told = [replace(one, by=me, wall_ms=one.wall_ms or wall_ms) for one in (*ends, *bystanders)]
-        for one in bystanders:
-            if one.kind == "refused":
-                text = f"{one.reason} (run {self._prefix}): give all nodes the same, or that one another --rdzv-id"
-                log_change(log, text, logging.WARNING, round=one.number, reason=one.reason)
-        return replace(verdict, until=min(times, default=None), events=told)
+        is_over = situation.previous is not None and situation.previous.closed  # all leave it soon
+        due = view.changed_at + (MOMENT if is_over else TELL_AFTER)
+        if any(end.kind == "lost" for end in fresh):  # it may come back to its seat
+            due = max(due, situation.gone_since + self._options.return_to_seat)
+        if now < due:
+            return replace(verdict, until=min(due, inf if verdict.until is None else verdict.until))
+        return replace(verdict, events=self._events(in_causal_order(fresh)[:MOST_ENDS], me))
 
-    def _events(
-        self, situation: RoundSituation, verdict: Publish[Round], value: bytes, view: View, me: str
-    ) -> list[HistoryEvent]:
-        """The events of a decision for the history. Ends that were written with an earlier decision are not
-        repeated."""
-        fresh = self._told.with_decision(situation, view, value)
-        return round_events(situation.previous, verdict.record, verdict.reason, fresh, me, self._wall_ms())
+    def _events(self, events: Sequence[HistoryEvent], me: str) -> list[HistoryEvent]:
+        """The same events, of which this decider writes no end alone any more."""
+        self._written |= {(one.kind, one.node) for one in events if one.is_end}
+        return signed(events, me, int(self._wall_clock() * 1000))
 
     def _situation(self, view: View, previous: Round | None, since: tuple[float, int], now: float) -> RoundSituation:
         before, self._candidates = self._candidates, {}
         for kv, ask in self._members.of(view.members, self._last.highest):
             seen, one = view.seen[kv.key], before.get(kv.key)
             if one is None or one.ask is not ask or one.seen != seen:
-                one = RoundCandidate(member_of(kv.key), ask, seen, kv.mod_revision)
+                one = RoundCandidate(layout.member_of(kv.key), ask, seen, kv.mod_revision)
             self._candidates[kv.key] = one
         members = list(self._candidates.values())
         deaths, gone_since = self._gone_of(previous, members, view, now)
         return RoundSituation(
-            members,
-            view.changed_at,
-            previous,
-            since[0],
-            view.vanished,
-            self._last.highest,
-            view.read_at,
-            deaths,
-            gone_since,
-            self._ends_of(previous, members),
-            since[1],
-            self._unreadable(),
-            self._mine(),
+            members=members,
+            changed_at=view.changed_at,
+            previous=previous,
+            previous_at=since[0],
+            vanished=view.vanished,
+            highest=self._last.highest,
+            read_at=view.read_at,
+            deaths=deaths,
+            gone_since=gone_since,
+            ends=self._ends_of(previous, members, since[0]),
+            decided_revision=since[1],
+            unreadable=self._unreadable(),
+            mine=self._mine(),
         )
 
     def _unreadable(self) -> frozenset[str]:
         """The live members whose records cannot be read, as far as this has seen."""
-        return frozenset(map(member_of, self._members.unreadable))
+        return frozenset(map(layout.member_of, self._members.unreadable))
 
     def _gone_of(
         self, previous: Round | None, members: Sequence[RoundCandidate], view: View, now: float
@@ -281,46 +295,54 @@ class RendezvousPolicy:
         """
         gone: Set[str] = frozenset()
         if previous is not None and not _is_explained(previous):
-            gone = vacant(previous, members, self._unreadable())
+            gone = vacant(previous, members, self._unreadable()) | self._evicted(previous, members)
         # Of one that was gone and came back to its seat, another cause counts when it is gone again.
         self._gone = {member: known for member, known in self._gone.items() if member in gone}
         if previous is not None and (new := gone - self._gone.keys()):
             causes = causes_known(self._etcd, self._prefix, new)
             for member in new:
-                cause, noted = causes.get(member, ("", view.revision))
-                last = view.departed.get(member_key(self._prefix, member))
+                cause, noted, left = causes.get(member, KnownCause("", view.revision))
+                last = view.departed.get(layout.member_key(self._prefix, member))
                 seat, word = previous.seats[previous.ranks[member]], self._last_word(last)
-                times = self._wall_ms(), self._longest_silence()
                 said_at = last.mod_revision if last is not None else 0
-                self._gone[member] = now, VacantSeat(seat, cause, noted, word, *times, said_at)
+                why = told_leaving(seat.host, cause) if left else cause
+                self._gone[member] = now, VacantSeat(seat, why, noted, word, said_at, left)
         first = min((since for since, _ in self._gone.values()), default=now)
         return {member: known.cause for member, (_, known) in self._gone.items() if known.cause}, first
 
-    def _ends_of(self, previous: Round | None, members: Sequence[RoundCandidate]) -> tuple[HistoryEvent, ...]:
-        """How parts in the last round have ended, as far as is known."""
+    def _evicted(self, previous: Round, members: Sequence[RoundCandidate]) -> Set[str]:
+        """The members whose seats are held under other leases though they were evicted: a cause was written. It is read
+        once for each."""
+        held = held_seats(previous, members).keys()
+        self._held = {member: is_over for member, is_over in self._held.items() if member in held}
+        if new := held - self._held.keys():
+            causes = causes_known(self._etcd, self._prefix, new)
+            self._held |= {member: member in causes for member in new}
+        return {member for member, is_over in self._held.items() if is_over}
+
+    def _ends_of(
+        self, previous: Round | None, members: Sequence[RoundCandidate], since: float
+    ) -> tuple[HistoryEvent, ...]:
+        """How parts in the last round have ended, as far as is known. `since`: when it entered its state."""
         if previous is None or not previous.seats or _is_explained(previous):
             return ()
-        roll, before = self._ends
-        gone = [known for _, known in self._gone.values()]
-        ends = note_ends(before if roll == previous.roll else {}, previous, members, gone, self._wall_ms())
+        if self._ends[0] != previous.roll:
+            self._ends, self._written = (previous.roll, {}), set()
+        asks = ((member.ask, member.revision) for member in members)
+        ends = note_ends(self._ends[1], previous, asks, (known for _, known in self._gone.values()))
         self._ends = previous.roll, ends
+        # A host whose lease ends later than a lease may live on did not end the round: it was lost after that.
+        is_over = self._options.return_to_seat and (previous.recalled or previous.closed)
+        until = since + self._options.return_to_seat + LEASE_GRACE if is_over else inf
+        gone = [known for at, known in self._gone.values() if at <= until]
         lost = lost_ends(previous, gone, ends, {member.ask.node for member in members}) if gone else []
-        if previous.closed:  # all leave it, since it is over
-            return *(end for end in ends.values() if end.kind == "died"), *lost
-        return *ends.values(), *lost
-
-    def _wall_ms(self) -> int:
-        return int(self._wall_clock() * 1000)
-
-    def _longest_silence(self) -> int:
-        """Milliseconds that a node may have been lost before its lease ends: etcd may end it late."""
-        lease = self._options.return_to_seat
-        return int((lease + LEASE_GRACE) * 1000) if lease else 0
+        # All leave a run that is over.
+        return *(end for end in ends.values() if end.kind != "left" or not previous.closed), *lost
 
     @staticmethod
     def _last_word(departed: KeyValue | None) -> JoinRequest | None:
         try:
-            return parse_join_request(departed.key, departed.value) if departed is not None else None
+            return records.parse_join_request(departed.key, departed.value) if departed is not None else None
         except StateError:
             return None
 
@@ -342,22 +364,107 @@ class RendezvousPolicy:
         """
         number, last = decision.record.number, previous.number if previous else 0
         missing_at = self._last.missing_at
-        no_newer = [(rounds_span(self._prefix), missing_at)] if missing_at else []
+        no_newer = [(layout.rounds_span(self._prefix), missing_at)] if missing_at else []
         if number == last:
             value, beside = self._rolls.said_again(decision.record, head, me, again)
             return Publish(value, decision.reason, decision.rule, no_newer=no_newer, beside=beside)
         value, beside = self._rolls.new(decision.record, me)
         over = sorted({last, number - 1} - {0})
-        fences = [Span(round_key(self._prefix, before)) for before in over]
-        stores = [Span(round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
+        fences = [Span(layout.round_key(self._prefix, before)) for before in over]
+        stores = [Span(layout.round_store_prefix(self._prefix, one), is_prefix=True) for one in (*over, number)]
         if decision.record.size:
-            no_newer = [*no_newer, (Span(round_key(self._prefix, number)), 0)]
+            no_newer = [*no_newer, (Span(layout.round_key(self._prefix, number)), 0)]
         return Publish(
             value,
             decision.reason,
             decision.rule,
-            puts=((round_key(self._prefix, number), self._rolls.name(decision.record, me).encode()),),
+            puts=((layout.round_key(self._prefix, number), self._rolls.name(decision.record, me).encode()),),
             deletes=[*fences, *stores, *self._rolls.old(decision.record, me)],
             no_newer=no_newer,
             beside=beside,
         )
+
+
+class RollReplaced(Exception):
+    """The roll of a record was deleted, because there is another record by now."""
+
+
+def read_round(prefix: str, decision: Publish[bytes]) -> None:
+    """Parse what a decision writes, as a member does. Raises StateError."""
+    record = records.parse_decided(layout.decided_key(prefix), decision.record)
+    if isinstance(record, RoundHead) and decision.beside:
+        chunks = [records.parse_chunk(*chunk) for chunk in decision.beside]
+        records.round_of(layout.roll_span(prefix, record.roll).start, record, chunks)
+
+
+class Rolls:
+    """Reads and writes the rolls of one run, for its decider.
+
+    Args:
+        prefix: the run's prefix.
+        etcd: for reading the roll of a round that another member decided.
+        sizes: when a roll is stored beside its head.
+    """
+
+    def __init__(self, prefix: str, etcd: Etcd, sizes: RollSizes) -> None:
+        self._prefix, self._etcd, self._sizes = prefix, etcd, sizes
+        self._known: dict[str, Round] = {}
+        """Full records by roll id: that of the last round, and of the round that this decider wants next."""
+
+    def of(self, head: RoundHead, view: View) -> Round | None:
+        """The last round, with its roll. If the record vanished with its roll, and this decider never read it, the
+        round has no seats; None if it is ready, since a round that runs goes on (R9)."""
+        known = self._known.get(head.roll) or self._read_roll(head, view)
+        if known is None:
+            return None if head.ready and not head.closed else records.with_roll(head, (), ())
+        self._known = {head.roll: known}
+        return records.with_roll(head, known.seats, known.away)
+
+    def _read_roll(self, head: RoundHead, view: View) -> Round | None:
+        """Raises RollReplaced, StateError, EtcdError."""
+        assert view.decided is not None
+        span = layout.roll_span(self._prefix, head.roll)
+        kvs = {kv.key: kv for kv in read_snapshot(self._etcd.range, lambda then: then.pages(span))}
+        keys = [layout.roll_key(self._prefix, head.roll, chunk) for chunk in range(head.chunks)]
+        if all(key in kvs for key in keys):
+            return records.round_of(span.start, head, (records.parse_chunk(key, kvs[key].value) for key in keys))
+        if view.vanished:
+            return None
+        now = self._etcd.range(Get(Span(view.decided.key), keys_only=True)).one
+        if now is None or now.mod_revision != view.decided.mod_revision:
+            raise RollReplaced
+        raise StateError(span.start, f"is not whole, though {now.key} names it: delete that, so that all decide anew")
+
+    def name(self, record: Round, me: str) -> str:
+        """The name of the roll of a new round, as its participants know it."""
+        if self._sizes.is_inline(record):
+            return record.roll
+        return records.roll_id(record, self._sizes.chunks_for(record), me)
+
+    def new(self, record: Round, me: str) -> tuple[bytes, list[tuple[str, bytes]]]:
+        """The record of a new round, and its roll if that is stored beside it."""
+        if self._sizes.is_inline(record):
+            return records.encode(replace(record, by=me)), []
+        chunks, roll = self._sizes.chunks_for(record), self.name(record, me)
+        self._known[roll] = record
+        return records.encode(records.head_of(record, roll, chunks, me)), self._chunks(record, roll, chunks)
+
+    def said_again(
+        self, record: Round, head: RoundHead | None, me: str, with_roll: bool
+    ) -> tuple[bytes, list[tuple[str, bytes]]]:
+        """A later record of a round, in the form in which the round was decided, because its participants know it in
+        that form."""
+        if head is None:
+            return records.encode(replace(record, by=me)), []
+        value = records.encode(records.head_of(record, head.roll, head.chunks, me))
+        return value, self._chunks(record, head.roll, head.chunks) if with_roll else []
+
+    def _chunks(self, record: Round, roll: str, chunks: int) -> list[tuple[str, bytes]]:
+        parts = enumerate(records.chunks_of(record, chunks))
+        return [(layout.roll_key(self._prefix, roll, at), records.encode(chunk)) for at, chunk in parts]
+
+    def old(self, record: Round, me: str) -> list[Span]:
+        """All rolls but that of this new round."""
+        if self._sizes.is_inline(record):
+            return [layout.rolls_span(self._prefix)]
+        return list(layout.other_rolls(self._prefix, self.name(record, me)))

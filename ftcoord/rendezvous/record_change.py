@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from ftcoord import concurrency
 from ftcoord.core import rendezvous, rendezvous_records
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.history import HistoryEvent, round_events, signed
 from ftcoord.core.layout import decided_key, round_key
-from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, parse_decided
-from ftcoord.core.round_history import named
-from ftcoord.etcd.api import Delete, EtcdCalls, Get, KeyValue, Op, Put, Span
+from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round, RoundHead, parse_decided
+from ftcoord.escaping import named
+from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Op, Put, Span
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.primitives.group.event_log import EventLog
+from ftcoord.primitives.group.events import event_puts, written_with
 from ftcoord.primitives.write_once import WriteOutcome, write_once
 
 
@@ -23,20 +23,13 @@ from ftcoord.primitives.write_once import WriteOutcome, write_once
 class RecordChange:
     """The record that replaces the present one, the operations that go with it, and the events for the history."""
 
-    value: bytes
-    also: Sequence[Op]
+    record: Round | RoundHead
     events: Sequence[HistoryEvent]
+    also: Sequence[Op] = ()
 
 
 def ending(
-    prefix: str,
-    now: AnyRound,
-    reason: str,
-    outcome: str,
-    *,
-    speaks: bool,
-    by: str = "",
-    ends: Sequence[HistoryEvent] = (),
+    prefix: str, now: AnyRound, reason: str, outcome: str, *, speaks: bool, ends: Sequence[HistoryEvent] = ()
 ) -> RecordChange | None:
     """The change that ends a run; None to leave the run as it is.
 
@@ -46,75 +39,61 @@ def ending(
     Args:
         prefix: the run's prefix.
         speaks: see `core.rendezvous.close`.
-        by: who ends it, for people.
         ends: how parts in its last round ended; the history may not have them yet.
     """
     ended = rendezvous.close(now, reason, outcome, speaks=speaks)
     if ended is None:
         return None
     fence = Delete(Span(round_key(prefix, now.number)))
-    value = rendezvous_records.encode(replace(ended, by=uuid.uuid4().hex))
-    wall_ms = int(concurrency.wall() * 1000)
-    told = [replace(end, by=by, wall_ms=wall_ms) for end in ends]
-    event = HistoryEvent("closed", now.number, reason=f"{outcome}: {reason}", by=by, wall_ms=wall_ms)
-    return RecordChange(value, () if outcome == rendezvous_records.FINISHED else (fence,), [*told, event])
+    also = () if outcome == rendezvous_records.FINISHED else (fence,)
+    return RecordChange(ended, round_events(now, ended, ends), also)
 
 
-def draining(now: AnyRound, leavers: Sequence[JoinRequest], reason: str, *, by: str) -> RecordChange | None:
+def draining(now: AnyRound, leavers: Sequence[JoinRequest], reason: str) -> RecordChange | None:
     """The change that drains nodes of a run; None to leave the record as it is: see `core.rendezvous.drain`.
 
     Args:
         leavers: the requests of these nodes' members.
         reason: what is written about each, after the name of its host.
-        by: who drains them, for people.
     """
     hosts = {ask.node: ask.host for ask in leavers}
-    text = f"{named(sorted({*hosts.values()}))} {reason}"
-    drained = rendezvous.drain(now, leavers, text)
+    drained = rendezvous.drain(now, leavers, f"{named(sorted({*hosts.values()}))} {reason}")
     if drained is None:
         return None
-    wall_ms = int(concurrency.wall() * 1000)
-    told = [
-        HistoryEvent("ordered", now.number, host, node, f"{host} {reason}", by=by, wall_ms=wall_ms)
-        for node, host in hosts.items()
-    ]
-    if drained.recalled != now.recalled:
-        told.append(HistoryEvent("recalled", now.number, reason=text, by=by, wall_ms=wall_ms))
-    return RecordChange(rendezvous_records.encode(replace(drained, by=uuid.uuid4().hex)), (), told)
+    told = [HistoryEvent("ordered", now.number, host, node, f"{host} {reason}") for node, host in hosts.items()]
+    return RecordChange(drained, [*told, *round_events(now, drained, ())])
 
 
 def change_record(
-    etcd: EtcdCalls,
+    etcd: Etcd,
     prefix: str,
     run_ttl: int,
-    history_ttl: int,
     change: Callable[[AnyRound], RecordChange | None],
+    *,
+    by: str,
     within: TimeLimit,
 ) -> None:
     """Replace a run's record by what `change` returns for it, under its lease, or else a new one of `run_ttl` seconds.
 
     `change` gets the present record, and is called again if somebody else changes it meanwhile. If it returns None, the
-    record stays as it is. Raises StateError, and OutcomeUnknown and EtcdUnavailable when etcd does not answer in
-    time.
+    record stays as it is. Its events name `by` as their writer. Raises StateError, and OutcomeUnknown and
+    EtcdUnavailable when etcd does not answer in time.
     """
-    key, done, now = decided_key(prefix), False, concurrency.now()
-    half = now + (within.deadline - now) / 2  # the other half is for the record
-    history = EventLog(etcd, prefix, history_ttl, uuid.uuid4().hex, keeps=False, until=half) if history_ttl else None
+    key, done = decided_key(prefix), False
     while not done:
         kv = etcd.range(Get(Span(key)), timeout=within.left()).one
         changed = change(parse_decided(kv.key, kv.value) if kv else NO_ROUND)
         if changed is None:
             return
+        writer = uuid.uuid4().hex
         lease = kv.lease if kv and kv.lease else etcd.grant(run_ttl, timeout=within.left()).id
-        put, also = Put(key, changed.value, lease), changed.also
+        put = Put(key, rendezvous_records.encode(replace(changed.record, by=writer)), lease)
+        events = signed(changed.events, by, int(concurrency.wall() * 1000))
+        more = event_puts(prefix, events, lease, revision=kv.mod_revision if kv else 0, writer=writer)
 
         def write(
-            more: Sequence[Op], put: Put = put, kv: KeyValue | None = kv, also: Sequence[Op] = also
+            more: Sequence[Op], put: Put = put, kv: KeyValue | None = kv, also: Sequence[Op] = changed.also
         ) -> WriteOutcome:
             return write_once(etcd, put, kv, also=[*also, *more], timeout=within.left())
 
-        if history is None:
-            done = write(()).done
-        else:
-            events = history.writes(changed.events, kv.mod_revision if kv else 0)
-            done = history.send(events, changed.events, write).done
+        done = written_with(more, write, prefix).done

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from ftcoord import concurrency
-from ftcoord.core import rendezvous_records
-from ftcoord.core.causes import UNKNOWN_PEER, is_consequence, told_ends
-from ftcoord.core.event_records import HistoryEvent, WorkerFailure, ends_in, last_life, read_history
-from ftcoord.core.layout import (
-    decided_key,
-    events_span,
-    member_key,
-    member_of,
-    members_span,
-    roll_key,
+from ftcoord.core import layout, rendezvous_records
+from ftcoord.core.history import (
+    UNKNOWN_PEER,
+    Ends,
+    HistoryEvent,
+    VacantSeat,
+    ends_in,
+    failure_event,
+    note_ends,
+    read_history,
+    signed,
+    told_ends,
 )
-from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, parse_chunk, parse_decided
-from ftcoord.core.round_history import Ends, VacantSeat, failure_event, named, note_ends
-from ftcoord.core.round_poll import vacant
-from ftcoord.core.round_situation import RoundCandidate
+from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, WorkerFailure, parse_chunk, parse_decided
+from ftcoord.core.round_situation import RoundCandidate, vacant
 from ftcoord.core.strict import LARGEST
-from ftcoord.errors import ClientClosed, EtcdError, StateError
-from ftcoord.escaping import neutral
-from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, RangeResult, Span, exists
+from ftcoord.errors import EtcdError, StateError
+from ftcoord.escaping import named, neutral
+from ftcoord.etcd.api import Etcd, Get, KeyValue, RangeResult, Span, exists
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.deaths import causes_known
-from ftcoord.primitives.group.event_log import EventLog
-from ftcoord.rendezvous.fences import highest_round
+from ftcoord.primitives.group.events import event_puts
 from ftcoord.rendezvous.record_change import RecordChange, change_record, ending
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -72,7 +69,7 @@ class RunRecord:
 
     def __init__(self, etcd: Etcd, settings: RendezvousSettings) -> None:
         self._etcd, self._settings = etcd, settings
-        self._key = decided_key(settings.prefix)
+        self._key = layout.decided_key(settings.prefix)
 
     def read(self, timeout: float | None = None) -> AnyRound | None:
         """The last decided round; None if there is none. `timeout` in seconds, the client's if None."""
@@ -100,9 +97,9 @@ class RunRecord:
             by: its host.
         """
         settings = self._settings
-        within = TimeLimit.of(settings.close_timeout)
+        within = TimeLimit.of(settings.times.close_timeout)
         # What is read only for a text leaves half of the time to the write that ends the run.
-        for_text = TimeLimit(HISTORY_TIMEOUT, concurrency.now() + settings.close_timeout / 2)
+        for_text = TimeLimit(HISTORY_TIMEOUT, concurrency.now() + settings.times.close_timeout / 2)
 
         def end(now: AnyRound) -> RecordChange | None:
             speaks = speaker is None or bool(now.closed) or self._speaks(now, speaker, within)
@@ -110,47 +107,44 @@ class RunRecord:
             if speaks and not now.closed and failure is not None and speaker is not None:
                 cause, ends = self._ends_with(now, failure_event(now.number, by, speaker.node, failure), for_text)
                 told = f"{reason}; first cause: {cause}"
-            ended = ending(settings.prefix, now, told, outcome, speaks=speaks, by=by, ends=ends)
+            ended = ending(settings.prefix, now, told, outcome, speaks=speaks, ends=ends)
             if ended is None:
                 _log_why_not(settings.run_id, now, outcome)
             return ended
 
         try:
-            while not self._is_ended(end, within):
+            while not self._is_ended(end, by, within):
                 log.debug("run %r went on while it was to be closed: looking again", settings.run_id)
         except StateError as error:
             raise RendezvousStateError(str(error)) from None
         except EtcdError as error:
             raise RendezvousConnectionError(f"run {settings.run_id!r} could not be closed: {error}") from None
 
-    def _is_ended(self, end: Callable[[AnyRound], RecordChange | None], within: TimeLimit) -> bool:
+    def _is_ended(self, end: Callable[[AnyRound], RecordChange | None], by: str, within: TimeLimit) -> bool:
         """End the run. False if another round was decided meanwhile."""
         settings = self._settings
         try:
-            change_record(self._etcd, settings.prefix, settings.run_ttl, settings.history_ttl, end, within)
+            change_record(self._etcd, settings.prefix, settings.times.run_ttl, end, by=by, within=within)
         except _RoundReplaced:
             return False
         return True
 
     def _ends_with(self, now: AnyRound, mine: HistoryEvent, within: TimeLimit) -> tuple[str, list[HistoryEvent]]:
-        """The first cause among all known ends of parts in this round and this node's own; and those ends that the
-        history does not have yet."""
-        told, said = self._told_ends(now.number, within), self._said_ends(now, within)
-        key = mine.kind, mine.node
-        before = told.get(key) or said.get(key)
-        known = {**said, **told, key: replace(mine, noted=before.noted if before else LARGEST)}
-        fresh = {**said, key: replace(mine, noted=before.noted if before else 0)}
-        return told_ends([*known.values()]), [end for one, end in fresh.items() if one not in told]
+        """The first cause among all known ends of parts in this round and this node's own; and these ends."""
+        known = {**self._said_ends(now, within), **self._written_ends(now.number, within)}
+        before = known.get((mine.kind, mine.node))
+        last = {**known, (mine.kind, mine.node): replace(mine, noted=before.noted if before else LARGEST)}
+        return told_ends([*last.values()]), [*({(mine.kind, mine.node): mine} | known).values()]
 
-    def _told_ends(self, number: int, within: TimeLimit) -> Ends:
+    def _written_ends(self, number: int, within: TimeLimit) -> Ends:
         """How parts in this round ended, by the history; empty if it cannot be read."""
         try:
-            found = self._etcd.range(Get(events_span(self._settings.prefix)), timeout=within.left())
+            found = self._etcd.range(Get(layout.events_span(self._settings.prefix)), timeout=within.left()).kvs
         except EtcdError as error:
-            log.debug("the history cannot be read: %s", error)
+            log.debug("could not read the history: %s", error)
             return {}
-        past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found.kvs)
-        return {(end.kind, end.node): end for end in ends_in(last_life(past), number)}
+        past = read_history((kv.key, kv.value, kv.mod_revision) for kv in found)
+        return {(end.kind, end.node): end for end in ends_in(past, number)}
 
     def _said_ends(self, now: AnyRound, within: TimeLimit) -> Ends:
         """The same, as the members and their sentinels wrote it themselves: the decider, which would write it into the
@@ -159,14 +153,20 @@ class RunRecord:
             return {}
         prefix = self._settings.prefix
         try:
-            found = self._etcd.range(Get(members_span(prefix), limit=MOST_HEARD), timeout=within.left())
-            members = [RoundCandidate(member_of(kv.key), ask, 0.0, kv.mod_revision) for kv, ask in _asks_in(found)]
+            found = self._etcd.range(Get(layout.members_span(prefix), limit=MOST_HEARD), timeout=within.left())
+            members = [
+                RoundCandidate(layout.member_of(kv.key), ask, 0.0, kv.mod_revision) for kv, ask in _asks_in(found)
+            ]
             causes = causes_known(self._etcd, prefix, vacant(now, members), timeout=within.left())
         except EtcdError as error:
-            log.debug("what the members say cannot be read: %s", error)
+            log.debug("could not read the members: %s", error)
             return {}
-        gone = [VacantSeat(now.seats[now.ranks[one]], *known, word=None) for one, known in causes.items()]
-        return note_ends({}, now, members, gone)
+        gone = [
+            VacantSeat(now.seats[now.ranks[one]], known.cause, known.revision)
+            for one, known in causes.items()
+            if not known.left
+        ]
+        return note_ends({}, now, ((one.ask, one.revision) for one in members), gone)
 
     def _speaks(self, now: AnyRound, speaker: Speaker, within: TimeLimit) -> bool:
         """Whether a node has a seat in this round, and the others have not gone on without it.
@@ -178,7 +178,7 @@ class RunRecord:
         if isinstance(now, Round):
             return speaker.node in now.nodes
         for at in {now.chunk_of(member) for member in speaker.members}:
-            key = roll_key(self._settings.prefix, now.roll, at)
+            key = layout.roll_key(self._settings.prefix, now.roll, at)
             found = self._etcd.range(Get(Span(key)), timeout=within.left()).one
             if found is not None:
                 if speaker.node in parse_chunk(key, found.value).nodes:
@@ -195,53 +195,37 @@ class RunRecord:
         They are the members with the lowest ids, which are usually the oldest. To find the oldest, etcd would read all
         members, and each node of a large, slowly forming run asks for this. Raises EtcdError.
         """
-        span = members_span(self._settings.prefix)
+        span = layout.members_span(self._settings.prefix)
         found = self._etcd.range(Get(span, limit=limit), timeout=timeout)
         return [ask for _, ask in _asks_in(found)], found.count
 
-    def note_failure(self, now: AnyRound, host: str, node: str, failure: WorkerFailure, within: TimeLimit) -> None:
-        """For a run that ended because an unknown peer was lost: note that a worker of this node had failed on its own,
-        which showed later.
+    def note_last(
+        self, now: AnyRound, lease: int, mine: Sequence[HistoryEvent], *, host: str, member: str, within: TimeLimit
+    ) -> None:
+        """For a run that ended because an unknown peer was lost: add to the history what a member that leaves it knows:
+        how its own worker failed, and which members of the last round have reported nothing by then.
 
-        Does not raise if etcd is unreachable.
+        `lease` is that of the record. Does not raise if etcd is unreachable.
         """
-        mine = failure_event(now.number, host, node, failure)
-        if UNKNOWN_PEER in now.closed and not is_consequence(mine):
-            self._note(replace(mine, by=host), (), within)
-
-    def note_silent(self, now: AnyRound, host: str, member: str, within: TimeLimit) -> None:
-        """For a run that ended because an unknown peer was lost: note which members of its last round have reported
-        nothing when this member, the last one to check, leaves.
-
-        Does not raise if etcd is unreachable.
-        """
-        settings = self._settings
-        if UNKNOWN_PEER not in now.closed or not settings.history_ttl:
+        prefix = self._settings.prefix
+        if UNKNOWN_PEER not in now.closed:
             return
         try:
-            asks, count = self.members(MOST_SILENT + 1, within.left(HISTORY_TIMEOUT))
+            found = self._etcd.range(
+                Get(layout.members_span(prefix), limit=MOST_SILENT + 1), timeout=within.left(HISTORY_TIMEOUT)
+            )
+            asks = [ask for _, ask in _asks_in(found)]
+            silent = [one for one in asks if one.seated == now.number and not one.failed and one.host != host]
+            events = [*mine]
+            if silent and found.count <= MOST_SILENT:
+                who = (silent[0].host, silent[0].node) if len(silent) == 1 else ("", "")
+                reason = f"{named(sorted(one.host for one in silent))} had reported nothing when {host} left"
+                events.append(HistoryEvent("silent", now.number, *who, reason))
+            events = signed(events, member, int(concurrency.wall() * 1000))
+            puts = event_puts(prefix, events, lease, revision=found.revision, writer=member)
+            self._etcd.txn([exists(layout.member_key(prefix, member))], puts, timeout=within.left(HISTORY_TIMEOUT))
         except EtcdError as error:
-            log.debug("who has said nothing cannot be told: %s", error)
-            return
-        silent = [one for one in asks if one.seated == now.number and not (one.leaving or one.failed)]
-        if not silent or count > MOST_SILENT:
-            return
-        names = named(sorted(one.host for one in silent))
-        who = (silent[0].host, silent[0].node) if len(silent) == 1 else ("", "")
-        reason = f"{names} had said nothing when {host} left"
-        event = HistoryEvent("silent", now.number, *who, reason, by=member)
-        self._note(event, [exists(member_key(settings.prefix, member))], within)
-
-    def _note(self, event: HistoryEvent, guards: Sequence[Compare], within: TimeLimit) -> None:
-        """Add to the history an event that no decision carries, if the guards hold."""
-        settings = self._settings
-        if not settings.history_ttl:
-            return
-        history = EventLog(
-            self._etcd, settings.prefix, settings.history_ttl, uuid.uuid4().hex, keeps=False, until=within.deadline
-        )
-        with suppress(ClientClosed):
-            history.add([replace(event, wall_ms=int(concurrency.wall() * 1000))], guards, 0)
+            log.debug("the history of a run that is over is incomplete: %s", error)
 
     def highest_round(self, timeout: float) -> int:
         """The highest round that has left a key in etcd, even if the record was deleted. Raises EtcdError."""
@@ -264,3 +248,10 @@ def _log_why_not(run_id: str, now: AnyRound, outcome: str) -> None:
         log.info("run %r is left to the others: they went on without this node", run_id)
     elif now.outcome != outcome:
         log.warning("this node has %s, but run %r is already over: %s", outcome, run_id, neutral(now.closed))
+
+
+def highest_round(etcd: Etcd, prefix: str, timeout: float | None = None) -> tuple[int, int]:
+    """The highest round that has left its fence in etcd, even if the record was deleted; 0 for none. And at which
+    revision. Raises EtcdError."""
+    found = etcd.range(Get(layout.rounds_span(prefix), keys_only=True), timeout=timeout)
+    return max((layout.number_of(kv.key) for kv in found.kvs), default=0), found.revision

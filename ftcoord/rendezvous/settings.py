@@ -10,14 +10,12 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ftcoord.config import EtcdConfig, choice, full_text, key_path, seconds, switch, text, whole
-from ftcoord.core.event_records import HISTORY_TTL
+from ftcoord.config import EMBEDDED, EtcdConfig, choice, full_text, key_path, parse_host, seconds, switch, text, whole
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
-from ftcoord.core.round_situation import Restart
-from ftcoord.endpoints import EMBEDDED, parse_host
+from ftcoord.core.round_situation import RoundOptions
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import HIDDEN, redacted
 
@@ -49,7 +47,6 @@ class _Key:
 _lease_ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
 _attempts = whole(1, 1000)
 _ttl = whole(1, _MAX_TTL, " (seconds)")
-_history_ttl = whole(0, _MAX_TTL, " (seconds); 0 for no history")
 _protocol = _one_of(http=False, https=True)
 
 _KEYS = (
@@ -65,8 +62,7 @@ _KEYS = (
     _Key("keep_alive_interval", "keep_alive_interval", seconds),
     _Key("keep_alive_max_attempt", "keep_alive_max_attempt", _attempts),
     _Key("run_ttl", "run_ttl", _ttl),
-    _Key("history_ttl", "history_ttl", _history_ttl),
-    _Key("on_member_loss", "on_member_loss", _one_of(restart="restart", ignore="ignore")),
+    _Key("on_member_loss", "recall_on_loss", _one_of(restart=True, ignore=False)),
     _Key("orphans", "orphans", _one_of(end="end", leave="leave")),
     _Key("restart", "restart", _one_of(failed="failed", always="always", never="never")),
     _Key("on_spare_close", "on_spare_close", _one_of(exit="exit", **{"raise": "raise"})),
@@ -104,8 +100,32 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
+class RunTimes:
+    """How long things may take, and how long they live, in seconds.
+
+    Attributes:
+        join_timeout: how long to wait for a round with enough nodes.
+        close_timeout: how long closing the run may take.
+        request_timeout: how long one call to etcd may take; equals that of the settings' `etcd` if that is given.
+        lease_ttl: how long a silent node counts as alive. etcd may grant more.
+        run_ttl: how long the run's state outlives its last agent.
+    """
+
+    join_timeout: float = 600.0
+    close_timeout: float = 30.0
+    request_timeout: float = 5.0
+    lease_ttl: int = 5
+    run_ttl: int = 3600
+
+    def __post_init__(self) -> None:
+        if self.run_ttl <= 4 * self.lease_ttl:
+            allowed = f"a run must outlive short silences: give more than 4 x lease_ttl, {4 * self.lease_ttl}"
+            raise ConfigError("run_ttl", self.run_ttl, allowed)
+
+
+@dataclass(frozen=True, slots=True)
 class RendezvousSettings:
-    """All settings of a rendezvous handler. Times are in seconds.
+    """All settings of a rendezvous handler.
 
     Attributes:
         backend: torchrun's name of the backend.
@@ -114,22 +134,13 @@ class RendezvousSettings:
         max_nodes: the most nodes that it may have.
         local_addr: this node's address for other nodes; None to find it automatically.
         etcd: how to reach etcd; None starts an embedded one.
-        join_timeout: how long to wait for a round with enough nodes.
-        last_call_timeout: how long a round with `min_nodes` waits for more.
-        close_timeout: how long closing the run may take.
-        settle_timeout: how long a round waits when every live node of the last one is back.
-        lease_ttl: how long a silent node counts as alive. etcd may grant more.
-        run_ttl: how long the run's state outlives its last agent.
-        history_ttl: how long the run's history outlives it; 0 for no history.
-        on_member_loss: ``restart`` the workers when a node's lease expires, or ``ignore`` it as torch does.
+        times: how long things may take.
+        rounds: when a round is complete or recalled, and which closed runs a new start may continue.
         orphans: when this process dies, ``end`` the processes that it started (its workers), or ``leave`` them.
-        restart: which closed runs a new start may continue, once no node of the old run is left: those that ``failed``,
-            ``always`` any, or ``never``.
         on_spare_close: how a spare ends when its run closes, and a drained node: ``exit`` with status 0, or ``raise``
             RendezvousGracefulExitError. The latter is for programs that drive an agent themselves: torchrun crashes on
             it with an AttributeError.
         key_prefix: the prefix of all runs in etcd; begins with ``/`` and does not end with it.
-        request_timeout: how long one call to etcd may take; equals `etcd.request_timeout` if `etcd` is given.
         timers: whether the agent reaps workers whose expiration timers have expired.
     """
 
@@ -139,19 +150,11 @@ class RendezvousSettings:
     max_nodes: int
     local_addr: str | None
     etcd: EtcdConfig | None
-    join_timeout: float = 600.0
-    last_call_timeout: float = 30.0
-    close_timeout: float = 30.0
-    settle_timeout: float = 1.0
-    lease_ttl: int = 5
-    run_ttl: int = 3600
-    history_ttl: int = HISTORY_TTL
-    on_member_loss: Literal["restart", "ignore"] = "restart"
+    times: RunTimes = field(default_factory=RunTimes)
+    rounds: RoundOptions = field(default_factory=RoundOptions)
     orphans: Literal["end", "leave"] = "end"
-    restart: Restart = "failed"
     on_spare_close: Literal["exit", "raise"] = "exit"
     key_prefix: str = KEY_PREFIX
-    request_timeout: float = 5.0
     timers: bool = False
 
     def __post_init__(self) -> None:
@@ -159,9 +162,6 @@ class RendezvousSettings:
         for name, count, least in (("min_nodes", self.min_nodes, 1), ("max_nodes", self.max_nodes, self.min_nodes)):
             if not isinstance(count, int) or isinstance(count, bool) or count < least:
                 raise ConfigError(name, redacted(count), f"give a whole number, at least {least} (--nnodes=MIN:MAX)")
-        if self.run_ttl <= 4 * self.lease_ttl:
-            allowed = f"a run must outlive short silences: give more than 4 x lease_ttl, {4 * self.lease_ttl}"
-            raise ConfigError("run_ttl", self.run_ttl, allowed)
 
     @property
     def prefix(self) -> str:
@@ -208,7 +208,6 @@ class RendezvousSettings:
                 " --rdzv-endpoint of all nodes"
             )
             raise ConfigError("--nnodes", f"{min_nodes}:{max_nodes}", allowed)
-        own = {field.name for field in fields(cls)}
         return cls(
             backend=text("backend", backend),
             run_id=run_id,
@@ -216,7 +215,9 @@ class RendezvousSettings:
             max_nodes=max_nodes,
             local_addr=_local_addr(local_addr),
             etcd=etcd,
-            **{setting: item.value for setting, item in found.items() if setting in own},
+            times=RunTimes(**_part(found, RunTimes)),
+            rounds=RoundOptions(**_part(found, RoundOptions)),
+            **_part(found, cls),
         )
 
 
@@ -240,6 +241,11 @@ def _read(conf: Mapping[str, object]) -> dict[str, _Found]:
             allowed = f"{first.name} is the same setting and has another value; give one of them"
             raise ConfigError(row.name, redacted(value), allowed)
     return found
+
+
+def _part(found: Mapping[str, _Found], of: type) -> dict[str, Any]:
+    """The values that are fields of this class."""
+    return {one.name: found[one.name].value for one in fields(of) if one.name in found}
 
 
 def _unknown(key: str, value: object) -> ConfigError:

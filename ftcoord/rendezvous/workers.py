@@ -1,53 +1,47 @@
-"""Notices that an agent's workers end before the agent reports it: the agent first stops its other workers, which may
-hang.
+"""How an agent's workers start, fail and end, noticed before the agent reports it.
 
 torch's agent polls its workers in a loop, and calls the rendezvous only while all are healthy. When one has failed it
-stops the others (SIGTERM, SIGKILL after 30 s), and only then comes back for another round. The other nodes need not
-wait for that. An agent that polls unhealthy workers first never calls: so the watch begins before it starts them.
+stops the others, which may hang (SIGTERM, SIGKILL after 30 s), and only then comes back for another round. The other
+nodes need not wait for that. An agent that polls unhealthy workers first never calls: so the watch begins before it
+starts them.
+
+torch's agent gives each worker RANK and LOCAL_RANK, and in TORCHELASTIC_ERROR_FILE a file to which `record` writes the
+exception of its main function (https://docs.pytorch.org/docs/stable/elastic/errors.html).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import select
 import signal
-from collections.abc import Callable, Iterator, Set
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from types import FrameType
+from typing import Any, Final, NamedTuple
 
-from ftcoord import concurrency
-from ftcoord.core.causes import first_failure, follows
-from ftcoord.core.event_records import WorkerFailure
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from ftcoord import concurrency, proc
+from ftcoord.concurrency import StepThread
+from ftcoord.core.history import OBEYED, first_failure, follows
+from ftcoord.core.rendezvous_records import WorkerFailure, clipped
 from ftcoord.primitives.orphans import bears
-from ftcoord.primitives.step_thread import StepThread
-from ftcoord.proc import (
-    P_PIDFD,
-    RECENT,
-    children_of,
-    has_ended,
-    is_being_started,
-    oom_kills,
-    open_pidfd,
-    own_thread,
-    status_after_wait,
-)
-from ftcoord.rendezvous.signals import handled_signals
-from ftcoord.rendezvous.worker_failures import WorkerProcess
 
 _STOPS: Final = signal.SIGTERM
 """The signal with which torch's agent stops its workers, unless another signal stops the agent itself."""
 _CORE_DUMPED: Final = 0x80
 """The flag in the status of `os.wait` of a process that a signal ended; `os.waitid` reports it elsewhere."""
 
-
-class _Seen(NamedTuple):
-    """How a worker ended, and when that was seen, on this host's wall clock."""
-
-    failure: WorkerFailure
-    at: float
-
-
+_TORCHS_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+LARGEST_ERROR_FILE: Final = 1 << 20
+"""Bytes. Larger error files are ignored."""
 STARTS_WITHIN: Final = 0.25
 """Seconds that the kernel may take for a child that was just started; it takes less than a millisecond."""
 LOOK_EVERY: Final = 0.005, 0.01
@@ -79,11 +73,12 @@ class WorkerWatch:
         *,
         starting: bool = False,
     ) -> None:
-        self._failed, self._timer_of, self._memory = failed, timer_of, oom_kills(os.getpid())
+        self._failed, self._timer_of, self._memory = failed, timer_of, proc.oom_kills(os.getpid())
         self._agents_own = _agents_own()
-        self._first: _Seen | None = None  # set once, by the thread
-        self._mark, self._agent, self._began = mark, own_thread(), concurrency.now()  # never change
-        self._before = frozenset(children_of(self._agent)) if starting else frozenset[int]()  # never changes
+        self._first: tuple[WorkerFailure, float] | None = None  # set once, by the thread
+        """The worker that failed first, and when that was seen, on this host's wall clock."""
+        self._mark, self._agent, self._began = mark, proc.own_thread(), concurrency.now()  # never change
+        self._before = frozenset(proc.children_of(self._agent)) if starting else frozenset[int]()  # never changes
         self._workers: dict[int, WorkerProcess] = {}  # by pidfds; replaced as a whole, so any thread may read it
         self._running: dict[int, WorkerProcess] = {}  # only the thread, once that runs
         self._sees_starts = starting  # never changes
@@ -128,8 +123,8 @@ class WorkerWatch:
                 do not stop.
         """
         first = self._first
-        if first is not None and (stopped_at is None or first.at <= stopped_at):
-            return self._judge(first.failure)
+        if first is not None and (stopped_at is None or first[1] <= stopped_at):
+            return self._judge(first[0])
         if stopped_at is not None:
             raised = [one.failure(None) for one in self._workers.values() if one.has_raised_before(stopped_at)]
             return first_failure(raised)
@@ -178,7 +173,7 @@ class WorkerWatch:
         if self._is_starting:
             least, part = LOOK_EVERY
             return 1000 * max(least, part * (concurrency.now() - self._began))
-        return None if self._memory is None else 1000 * RECENT
+        return None if self._memory is None else 1000 * proc.RECENT
 
     def _look(self) -> None:
         """Find the workers that were started since the last look."""
@@ -192,7 +187,7 @@ class WorkerWatch:
         if not self._has_failed(status):
             return False
         first = self._failure_of(worker, status)
-        self._first = _Seen(first, concurrency.wall())
+        self._first = first, concurrency.wall()
         self._failed(self._judge(first))
         return True
 
@@ -218,14 +213,14 @@ def _workers(
 ) -> Iterator[tuple[int, WorkerProcess]]:
     """The marked children that the agent's thread has started, by their pidfds; with `or_ended` also those that have
     ended, and show nothing any longer."""
-    for pid in children_of(agent):
+    for pid in proc.children_of(agent):
         if pid in known:
             continue
         _await_start(pid)
         with suppress(OSError), ExitStack() as undo:  # it was waited for, or is another user's
-            pidfd = open_pidfd(pid)
+            pidfd = proc.open_pidfd(pid)
             undo.callback(os.close, pidfd)
-            worker = _marked(pid, mark) or (WorkerProcess(pid) if or_ended and has_ended(pidfd) else None)
+            worker = _marked(pid, mark) or (WorkerProcess(pid) if or_ended and proc.has_ended(pidfd) else None)
             if worker is not None:
                 undo.pop_all()
                 yield pidfd, worker
@@ -241,7 +236,7 @@ def _marked(pid: int, mark: str) -> WorkerProcess | None:
 
 def _await_start(pid: int) -> None:
     deadline = concurrency.now() + STARTS_WITHIN
-    while is_being_started(pid) and concurrency.now() < deadline:
+    while proc.is_being_started(pid) and concurrency.now() < deadline:
         concurrency.sleep(0.001)  # nobody tells
 
 
@@ -251,10 +246,175 @@ def _status(pidfd: int) -> int | None:
     None if it was already reaped and the kernel no longer has its status: then the agent knows it, and reports it.
     """
     try:
-        found = os.waitid(P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        found = os.waitid(proc.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:
-        status = status_after_wait(pidfd)
+        status = proc.status_after_wait(pidfd)
         return None if status is None else status & ~_CORE_DUMPED
     if found is None:
         return None
     return found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status
+
+
+class Raised(NamedTuple):
+    """A worker's exception: its type and text, and the head of the traceback; empty if it left none."""
+
+    exception: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """A worker, as its agent started it. Ranks are -1 if its environment has none.
+
+    Args:
+        error_file: where it writes its exception; empty for nowhere.
+    """
+
+    pid: int
+    rank: int = -1
+    local_rank: int = -1
+    error_file: str = ""
+
+    @classmethod
+    def of(cls, pid: int) -> WorkerProcess:
+        """A running process. Raises OSError if it has ended."""
+        given = proc.environment_of(pid)
+        rank, local_rank = (_number(given.get(name, "")) for name in ("RANK", "LOCAL_RANK"))
+        return cls(pid, rank, local_rank, given.get("TORCHELASTIC_ERROR_FILE", ""))
+
+    def raised(self) -> Raised:
+        """The exception that it has written so far."""
+        return raised_in(self.error_file) if self.error_file else Raised()
+
+    def has_raised_before(self, time: float) -> bool:
+        """Whether it had written an exception by then, on this host's wall clock."""
+        try:
+            return bool(self.error_file) and os.path.getmtime(self.error_file) <= time and bool(self.raised().exception)
+        except OSError:
+            return False
+
+    def failure(
+        self, status: int | None, raised: Raised | None = None, *, was_oom: bool = False, timer: str = ""
+    ) -> WorkerFailure:
+        """How it ended.
+
+        Args:
+            status: its status, as `os.wait` returns it; None if it has not ended, or the status is unknown.
+            raised: its exception; None for what it has written so far.
+            was_oom: whether the kernel killed a process of its control group for lack of memory.
+            timer: the expiration timer for which it was killed.
+        """
+        raised, number = raised or self.raised(), 0 if status is None else status & 0x7F
+        failure = WorkerFailure(
+            self.pid,
+            self.rank,
+            self.local_rank,
+            exit_code=-1 if status is None or number else status >> 8 & 0xFF,
+            signal=number,
+            fate=proc.fate_of(status, was_oom),
+            exception=raised.exception,
+            traceback=raised.traceback,
+            timer=timer,
+        )
+        return clipped(failure)
+
+
+def raised_in(error_file: str) -> Raised:
+    """The exception in torch's error file."""
+    try:
+        text = _text_in(error_file)
+        found = json.loads(text.decode("utf-8", errors="replace")) if len(text) <= LARGEST_ERROR_FILE else None
+    except (OSError, ValueError, RecursionError):  # none, or not whole: nothing depends on it but a text
+        return Raised()
+    return _raised(found)
+
+
+def _text_in(error_file: str) -> bytes:
+    """At most one byte more than `LARGEST_ERROR_FILE`. Raises OSError if it is no file.
+
+    The worker may have made anything of it. A pipe, a device, or a link to one would hold up the agent, or never end.
+    """
+    with open(error_file, "rb", opener=_open_no_link) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        return file.read(LARGEST_ERROR_FILE + 1)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+
+
+def failure_in(error: ChildFailedError) -> WorkerFailure | None:
+    """Why torch's agent has given up, in its own words: for an agent whose workers nobody else saw end."""
+    failures = []
+    for rank, one in error.failures.items():
+        status = max(-one.exitcode, 0) or one.exitcode << 8
+        worker = WorkerProcess(one.pid, rank, one.local_rank)
+        failures.append(worker.failure(status, _raised(one.error_file_data)))
+    return first_failure(failures)
+
+
+def _raised(found: Any) -> Raised:
+    message = found.get("message") if isinstance(found, Mapping) else None
+    if not isinstance(message, Mapping):
+        return Raised()
+    extra = message.get("extraInfo")
+    traceback = extra.get("py_callstack") if isinstance(extra, Mapping) else ""
+    text = str(message.get("message") or "")
+    return Raised(" ".join(text.split()), str(traceback or ""))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+
+
+def handled_signals() -> list[signal.Signals]:
+    """The signals that torch's agent handles: it forwards the signal to its workers, and ends."""
+    names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _TORCHS_DEFAULT).split(",")
+    return [signal.Signals[name.strip()] for name in names if name.strip() in signal.Signals.__members__]
+
+
+@contextlib.contextmanager
+def raised_as_exceptions() -> Iterator[None]:
+    """Within this block, the signals that torchrun handles raise its SignalException, unless they have a handler.
+
+    torch installs its handlers when it starts the first workers. Until then a SIGTERM would end the agent at once, and
+    the others would wait for it until its lease expires. Does nothing outside the main thread, where Python sets no
+    handlers.
+    """
+    if not concurrency.is_main_thread():
+        yield
+        return
+    ours = [number for number in handled_signals() if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why an agent that ends with this exception leaves, for the other nodes."""
+    if isinstance(error, SignalException):
+        number = signal.Signals(error.sigval)
+    elif isinstance(error, KeyboardInterrupt):
+        number = signal.SIGINT
+    else:
+        return type(error).__name__
+    return f"{OBEYED}{'Ctrl-C (SIGINT)' if number == signal.SIGINT else number.name}"
+
+
+def why_process_ends() -> str:
+    """Why this process ends, for a node whose agent has not reported it.
+
+    torch's agent turns a signal into an exception, and ends its process without a call to the rendezvous. Python keeps
+    the exception with which the main thread ended.
+    """
+    last = getattr(sys, "last_value", None)
+    return reason_of(last) if isinstance(last, SignalException | KeyboardInterrupt) else "its process ends"
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise SignalException(f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number))

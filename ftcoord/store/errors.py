@@ -8,21 +8,13 @@ from collections.abc import Iterator
 import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError
 
-from ftcoord.errors import (
-    ClientClosed,
-    EtcdAuthError,
-    EtcdNoSpace,
-    EtcdUnavailable,
-    OutcomeUnknown,
-    RequestRefused,
-    RoundOver,
-)
+from ftcoord import errors
 
 QueueEmptyError: type[Exception] = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
 """torch's error for an empty queue; torch 2.6 has none."""
 
 
-class RoundOverError(RoundOver, DistStoreError):
+class RoundOverError(errors.RoundOver, DistStoreError):
     """The fence of a store is gone: both an `ftcoord.errors.RoundOver` and a DistStoreError."""
 
 
@@ -31,9 +23,9 @@ def as_torch_errors() -> Iterator[None]:
     """Raises DistNetworkError when etcd did not answer, RoundOverError when the fence is gone, else DistStoreError."""
     try:
         yield
-    except RoundOver as error:
+    except errors.RoundOver as error:
         raise RoundOverError(str(error)) from None
-    except (EtcdUnavailable, OutcomeUnknown) as error:
+    except (errors.EtcdUnavailable, errors.OutcomeUnknown) as error:
         raise DistNetworkError(f"timeout: etcd did not answer in time: {error}") from None
-    except (ClientClosed, EtcdAuthError, EtcdNoSpace, RequestRefused) as error:
+    except (errors.ClientClosed, errors.EtcdAuthError, errors.EtcdNoSpace, errors.RequestRefused) as error:
         raise DistStoreError(str(error)) from None

@@ -1,33 +1,31 @@
 """The c10d Store whose keys live in etcd.
 
 <prefix>data/<key>           a value, encoded as `core/store_values.py` describes
-<prefix>ops/<id>             the count that makes a lost answer harmless (`primitives/exactly_once.py`)
+<prefix>ops/<id>             the count that makes a lost answer harmless (`primitives/write_once.py`)
 <prefix>queues/<key>/<id>    an item of a queue
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import Final, NoReturn, TypeVar, cast
+from typing import Final, TypeAlias, TypeVar, cast
 from urllib.parse import quote, unquote
 
 from torch.distributed import DistStoreError, Store
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig, lease_seconds
-from ftcoord.core.layout import (
-    DEFAULT_STORE_PREFIX,
-    store_counts_span,
-    store_queue_span,
-    store_queues_span,
-    store_values_span,
-)
+from ftcoord.core import layout
 from ftcoord.core.store_values import as_bytes, counter, counts_by, plain, stored
+from ftcoord.errors import EtcdAuthError
+from ftcoord.etcd import api
 from ftcoord.etcd.api import (
     Compare,
     Delete,
@@ -36,20 +34,17 @@ from ftcoord.etcd.api import (
     KeyValue,
     Op,
     Put,
-    RangeResult,
+    SnapshotReader,
     Span,
     absent,
     exists,
+    read_snapshot,
     unchanged,
 )
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
-from ftcoord.etcd.retry import retry_until_answered
-from ftcoord.etcd.shared import SharedClient
-from ftcoord.primitives.exactly_once import STORE_CLOSED, ExactlyOnceWriter, Fence, Made
+from ftcoord.etcd.client import SharedClient
+from ftcoord.etcd.retry import SHORTEST_TIMEOUT, backoff, retry_until_answered
+from ftcoord.primitives.write_once import STORE_CLOSED, ExactlyOnceWriter, Fence, Made, round_over
 from ftcoord.store.errors import QueueEmptyError, as_torch_errors
-from ftcoord.store.tries import Tries
-from ftcoord.store.values import number_of, value_of
-from ftcoord.store.waiting import Waiting
 
 T = TypeVar("T")
 
@@ -65,6 +60,8 @@ REMEMBERED_BYTES: Final = 4096
 """The largest value that is remembered."""
 LONGEST_TIMEOUT: Final = 1e9
 """Seconds; no operation waits longer."""
+UNPAUSED_TRIES: Final = 3
+"""Attempts before the first pause: most of the first ones only learn the key's value."""
 
 
 class EtcdStore(Store):
@@ -116,7 +113,7 @@ class EtcdStore(Store):
     def __init__(
         self,
         etcd: Etcd | EtcdConfig | str | Sequence[str] | None = None,
-        prefix: str = DEFAULT_STORE_PREFIX,
+        prefix: str = layout.DEFAULT_STORE_PREFIX,
         timeout: timedelta | None = None,
         *,
         ttl: int = 3600,
@@ -127,14 +124,14 @@ class EtcdStore(Store):
         ttl = lease_seconds("ttl", ttl)
         self.set_timeout(DEFAULT_STORE_TIMEOUT if timeout is None else timeout)
         self._own = None if hasattr(etcd, "txn") else SharedClient(EtcdConfig.of(cast(str, etcd)))
-        # Never change. `_changes` and `_waiting` have locks of their own.
-        self._etcd: Etcd = self._own or cast(Etcd, etcd)
+        # Never change. `_changes` has a lock of its own.
         self._prefix = prefix
-        self._data, self._queues = store_values_span(prefix).start, store_queues_span(prefix).start
+        self._data, self._queues = layout.store_values_span(prefix).start, layout.store_queues_span(prefix).start
         self._closed = concurrency.event()
         until = Fence(fence) if isinstance(fence, str) else fence and Fence(*fence)
-        self._changes = ExactlyOnceWriter(self._etcd, store_counts_span(prefix).start, ttl, lease, until, self._closed)
-        self._waiting = Waiting(self._etcd, until, self._closed)
+        client, counts = self._own or cast(Etcd, etcd), layout.store_counts_span(prefix).start
+        self._changes = ExactlyOnceWriter(client, counts, ttl, lease=lease, fence=until, closed=self._closed)
+        self._reader = _Reader(client, until, self._closed)
         # Any thread, one step of the dict at a time. It is a hint: every change is guarded in etcd.
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
         # What it calls refers to this store, which therefore stays: C++ calls a store that Python has freed in vain.
@@ -152,7 +149,7 @@ class EtcdStore(Store):
         found = self._look(wanted, deadline)
         while missing := [key for key in wanted if key not in found]:
             if self._are_alone(self._around(missing)[:1], missing, len(wanted), deadline):
-                found |= self._values_to_come(missing, deadline)
+                found |= self._all_of(self._around(missing)[:1], missing, deadline)
             else:
                 found[missing[0]] = self._await(Get(Span(self._data + missing[0])), missing[0], deadline)
                 found |= self._look(missing[1:], deadline)
@@ -166,7 +163,7 @@ class EtcdStore(Store):
         deadline = self._deadline(timeout)
         while missing := self._missing(keys, deadline):
             if self._are_alone(self._around(missing), missing, len(keys), deadline):
-                self._signs_to_come(missing, deadline)
+                self._all_of(self._around(missing), missing, deadline)
             else:
                 self._until(self._signs(missing[0]), missing[0], deadline)
 
@@ -211,15 +208,14 @@ class EtcdStore(Store):
         new = seen.value if seen and counts_by(seen.value, amount) else counter(amount, 0, 0)
         guard = Compare(name, "value", "=", new)
         tries = self._tries(key)
-        while not (made := self._put(name, new, guard, tries.deadline)).done:
-            tries.again()
+        while not (made := self._put(name, new, guard, next(tries))).done:
             seen = made.kv
             if seen and counts_by(seen.value, amount):
                 new, guard = seen.value, Compare(name, "value", "=", seen.value)
             else:
                 version = seen.version + 1 if seen else 1
                 number = (number_of(key, seen) if seen else 0) + amount
-                new, guard = counter(amount, number, version), unchanged(name, seen.mod_revision if seen else 0)
+                new, guard = counter(amount, number, version), _unchanged(name, seen)
         if made.kv is None:
             raise DistStoreError(
                 f"{amount} was added to {key!r}, but etcd was compacted since, and forgot the sum: get the key"
@@ -231,7 +227,7 @@ class EtcdStore(Store):
 
         Never changes an existing key, and takes at most two requests that etcd answers, however many clients add to it.
         """
-        name, deadline = self._data + key, self._tries(key).deadline
+        name, deadline = self._data + key, self._deadline()
         seen = self._range(Get(Span(name)), deadline).one
         if seen is None:
             made = self._put(name, counter(0, 0, 0), absent(name), deadline)
@@ -241,17 +237,10 @@ class EtcdStore(Store):
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of `key`. A missing key counts as empty."""
         name, more = self._data + key, as_bytes(value)
-        seen = self._remembered.get(name)
-        tries = self._tries(key)
-
-        def once(now: KeyValue | None) -> Made:
-            new, guard = stored((value_of(now) if now else b"") + more), unchanged(name, now.mod_revision if now else 0)
-            return self._put(name, new, guard, tries.deadline)
-
-        made = once(seen)
+        made, tries = Made(False, self._remembered.get(name)), self._tries(key)
         while not made.done:
-            tries.again()
-            made = once(made.kv)
+            new = stored((value_of(made.kv) if made.kv else b"") + more)
+            made = self._put(name, new, _unchanged(name, made.kv), next(tries))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set `key` to `desired` if it holds `expected`, or does not exist and `expected` is empty.
@@ -262,13 +251,12 @@ class EtcdStore(Store):
         name, wanted, new = self._data + key, as_bytes(expected), as_bytes(desired)
         guard = Compare(name, "value", "=", stored(wanted)) if wanted else absent(name)
         tries = self._tries(key)
-        while not (made := self._put(name, stored(new), guard, tries.deadline)).done:
+        while not (made := self._put(name, stored(new), guard, next(tries))).done:
             if made.kv is None and wanted:
                 return wanted
             if made.kv is not None and value_of(made.kv) != wanted:
                 return value_of(made.kv)
-            tries.again()
-            guard = unchanged(name, made.kv.mod_revision if made.kv else 0)
+            guard = _unchanged(name, made.kv)
         return new
 
     def delete_key(self, key: str) -> bool:
@@ -288,8 +276,7 @@ class EtcdStore(Store):
         If `block`, waits for an item, and raises DistStoreError after the store's timeout. Else raises
         `torch.distributed.QueueEmptyError` if there is none (DistStoreError with torch 2.6).
         """
-        deadline = self._deadline()
-        first = Get(self._queue(key), limit=1, order="oldest")
+        deadline, first = self._deadline(), Get(self._queue(key), limit=1, order="oldest")
         while True:
             item = self._await(first, key, deadline) if block else self._range(first, deadline).one
             if item is None:
@@ -324,7 +311,7 @@ class EtcdStore(Store):
 
     def _end(self) -> None:
         self._closed.set()
-        self._waiting.wake()
+        self._reader.wake()
         self._changes.close()
         if self._own is not None:
             self._own.close()
@@ -332,7 +319,7 @@ class EtcdStore(Store):
     # -- how ----------------------------------------------------------------------------------------------------
 
     def _queue(self, key: str) -> Span:
-        return store_queue_span(self._prefix, key)
+        return layout.store_queue_span(self._prefix, key)
 
     def _deadline(self, timeout: timedelta | None = None) -> float:
         """The monotonic time at which an operation that begins now must end. Raises DistStoreError if it is closed."""
@@ -341,17 +328,14 @@ class EtcdStore(Store):
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # C++ property
         return concurrency.now() + min(limit.total_seconds(), LONGEST_TIMEOUT)
 
-    def _range(self, get: Get, deadline: float) -> RangeResult:
+    def _range(self, get: Get, deadline: float) -> api.RangeResult:
         with as_torch_errors():
-            return self._retry(deadline, get)
-
-    def _retry(self, deadline: float, get: Get) -> RangeResult:
-        return retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
+            return self._reader.range(deadline, get)
 
     def _snapshot(self, look: Callable[[SnapshotReader], T], deadline: float) -> T:
         """What `look` returns for the store at one revision."""
         with as_torch_errors():
-            return read_snapshot(partial(self._retry, deadline), look)
+            return self._reader.snapshot(look, deadline)
 
     def _missing(self, keys: Sequence[str], deadline: float) -> list[str]:
         """The keys that do not exist now, neither as a value nor as a queue."""
@@ -369,9 +353,9 @@ class EtcdStore(Store):
             is_all = is_all and found.count == len(found.kvs)
             if not unseen:
                 break
-        return (
-            unseen if is_all else [key for key in unseen if not any(now.range(sign).kvs for sign in self._signs(key))]
-        )
+        if is_all:
+            return unseen
+        return [key for key in unseen if not any(now.range(sign).kvs for sign in self._signs(key))]
 
     def _around(self, keys: Sequence[str]) -> list[Span]:
         """All values, and the items of all queues, whose keys begin as these do."""
@@ -394,32 +378,20 @@ class EtcdStore(Store):
             return False
         return sum(self._range(Get(span, count_only=True), deadline).count for span in around) <= 2 * wanted
 
-    def _values_to_come(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
-        """Wait for the keys; returns their first values."""
-        found = dict[str, KeyValue]()
-        self._all_of(self._around(keys)[:1], keys, lambda kv: found.setdefault(self._name(kv), kv), deadline)
-        return {key: found[key] for key in keys}
-
-    def _signs_to_come(self, keys: Sequence[str], deadline: float) -> None:
-        """Wait until each of the keys was seen, as a value or as a queue that held an item."""
-        self._all_of(self._around(keys), keys, lambda kv: None, deadline)
-
-    def _all_of(
-        self, spans: Sequence[Span], keys: Sequence[str], note: Callable[[KeyValue], object], deadline: float
-    ) -> None:
-        """Watch the spans until each of the keys was seen; `note` gets everything that is seen."""
-        missing = dict.fromkeys(keys)
+    def _all_of(self, spans: Sequence[Span], keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
+        """Watch the spans until each of the keys was seen, as a value or as an item of a queue; returns what was seen
+        of each first."""
+        seen, missing = dict[str, KeyValue](), dict.fromkeys(keys)
 
         def take(kvs: Sequence[KeyValue]) -> bool:
             for kv in kvs:
-                note(kv)
-                missing.pop(self._name(kv), None)
+                if (key := self._name(kv)) in missing:
+                    seen[key] = kv
+                    del missing[key]
             return not missing
 
-        with as_torch_errors():
-            has_all = self._waiting.until([Get(span) for span in spans], take, deadline)
-        if not has_all:
-            self._raise_missing(next(iter(missing)))
+        self._wait([Get(span) for span in spans], take, deadline, missing)
+        return seen
 
     def _signs(self, key: str) -> list[Get]:
         """The reads that find an existing key: its value, or an item of its queue."""
@@ -445,13 +417,21 @@ class EtcdStore(Store):
 
     def _until(self, gets: Sequence[Get], name: str, deadline: float) -> KeyValue:
         """The first key that one of `gets` will find, after none of them found one."""
-        with as_torch_errors():
-            found = self._waiting.first(gets, deadline)
-        if found is None:
-            self._raise_missing(name)
-        return found
+        found = list[KeyValue]()
 
-    def _raise_missing(self, name: str) -> NoReturn:
+        def take(kvs: Sequence[KeyValue]) -> bool:
+            found.extend(kvs[:1])
+            return bool(found)
+
+        self._wait(gets, take, deadline, [name])
+        return found[0]
+
+    def _wait(self, gets: Sequence[Get], take: _Take, deadline: float, missing: Iterable[str]) -> None:
+        """As `_Reader.until`, but raises DistStoreError for one of the `missing` keys instead of returning False."""
+        with as_torch_errors():
+            if self._reader.until(gets, take, deadline):
+                return
+        name = next(iter(missing))
         if self._closed.is_set():
             raise DistStoreError(f"the store was closed while waiting for {name!r}")
         raise DistStoreError(f"wait timeout: nobody set {name!r} in time; is a rank gone, or the timeout too short?")
@@ -466,8 +446,25 @@ class EtcdStore(Store):
         with as_torch_errors():
             return self._changes.make(ops, guards, look, self._deadline() if deadline is None else deadline)
 
-    def _tries(self, key: str) -> Tries:
-        return Tries(key, self._deadline(), self._closed)
+    def _tries(self, key: str) -> Iterator[float]:
+        """The deadline of each attempt of one operation that fails when others change the key first, after a pause if
+        one is due. Raises DistStoreError after the deadline, which is at least `SHORTEST_TIMEOUT` seconds from now.
+
+        If others change the key often, what a client knows of it is out of date after a pause. So attempts after a
+        pause come in pairs: the first one usually fails and learns the value, and the second one follows at once. With
+        a pause before each attempt, a client would hardly ever succeed while others change the key every few
+        milliseconds.
+        """
+        deadline = max(self._deadline(), concurrency.now() + SHORTEST_TIMEOUT)
+        yield deadline
+        for failed in itertools.count(1):
+            if concurrency.now() >= deadline:
+                advice = "let fewer change it at a time, or raise the timeout"
+                raise DistStoreError(f"wait timeout: others changed {key!r} before each of {failed} tries; {advice}")
+            later = failed - UNPAUSED_TRIES
+            if later >= 0 and later % 2 == 0:
+                self._closed.wait(backoff(later // 2 + 1))
+            yield deadline
 
     def _put(self, name: str, value: bytes, guard: Compare, deadline: float) -> Made:
         """Put a key if the guard holds, and remember its value for the next change."""
@@ -494,3 +491,123 @@ def _requests(puts: Sequence[Put]) -> Iterator[list[Put]]:
         size += len(put.value)
     if part:
         yield part
+
+
+_Items: TypeAlias = "concurrency.Queue[tuple[int, api.WatchItem | None]]"
+_FENCE: Final = -1
+_Take: TypeAlias = Callable[[Sequence[KeyValue]], bool]
+"""Takes keys as they are; returns whether it has all that it needs."""
+
+
+class _Reader:
+    """Reads the keys of one store, and waits for those that do not exist yet: until they do, or until the fence is
+    gone, as nobody will write them after that. Thread-safe.
+
+    Args:
+        etcd: the etcd client.
+        fence: once it is gone, waiting calls raise RoundOver.
+        closed: set it, and call `wake()`, to make all calls give up.
+    """
+
+    def __init__(self, etcd: Etcd, fence: Fence | None, closed: concurrency.Event) -> None:
+        self._etcd, self._fence, self._closed = etcd, fence, closed  # never change
+        # Any thread, one step of the list at a time: `wake()` goes through a copy, and whoever adds itself later finds
+        # `closed` set.
+        self._waiters: list[_Items] = []
+
+    def wake(self) -> None:
+        """End all waits. Set `closed` before."""
+        for items in list(self._waiters):
+            items.put((_FENCE, None))
+
+    def range(self, deadline: float, get: Get) -> api.RangeResult:
+        """What etcd answers by the deadline. Raises EtcdError."""
+        return retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
+
+    def snapshot(self, look: Callable[[SnapshotReader], T], deadline: float) -> T:
+        """What `look` returns for etcd at one revision. Raises EtcdError."""
+        return read_snapshot(partial(self.range, deadline), look)
+
+    def until(self, gets: Sequence[Get], take: _Take, deadline: float) -> bool:
+        """Pass `take` what `gets` find, and then everything that is put into their spans, until it returns True.
+
+        Returns whether it did: False after the deadline, or if the store was closed. `take` may get a key twice.
+
+        Watches each of the spans, and the fence. Raises EtcdError, such as ClientClosed, or EtcdUnavailable when etcd
+        does not answer at the deadline; and RoundOver when the fence is gone and `take` still lacks keys.
+        """
+        ended = 0
+        while not self._closed.is_set():
+            has_all = self._watch(gets, take, deadline)
+            if has_all or concurrency.now() >= deadline:
+                return has_all
+            ended += 1  # a watch: perhaps the next one ends too
+            self._closed.wait(min(backoff(ended), max(deadline - concurrency.now(), 0)))
+        return False
+
+    def _watch(self, gets: Sequence[Get], take: _Take, deadline: float) -> bool:
+        """As `until`, but also returns False when a watch ended."""
+        items: _Items = concurrency.inbox()
+        self._waiters.append(items)
+        with ExitStack() as undo:
+            undo.callback(self._waiters.remove, items)
+            fences = [] if self._fence is None else [(_FENCE, Span(self._fence.key))]
+            for at, span in [*enumerate(get.span for get in gets), *fences]:
+                note = partial(lambda at, item: items.put((at, item)), at)
+                undo.callback(self._etcd.watch(span, 0, note, deletes_only=at == _FENCE).cancel)
+            return self._hear(items, gets, take, deadline)
+
+    def _hear(self, items: _Items, gets: Sequence[Get], take: _Take, deadline: float) -> bool:
+        """Read after all watches are established, so that no change between them is missed; then wait."""
+        standing = set[int]()
+        wanted = len(gets) + (self._fence is not None)
+        while not self._closed.is_set():
+            try:
+                index, item = items.get(timeout=max(deadline - concurrency.now(), 0))
+            except concurrency.Empty:  # nobody put them, or etcd went away and could not tell
+                return self._read(gets, take, deadline)
+            has_all = False
+            if isinstance(item, api.Began):
+                standing.add(index)
+                has_all = len(standing) == wanted and self._read(gets, take, deadline)
+            elif isinstance(item, api.Batch):
+                # A key may have been put before the fence went: a read shows both as they are at one revision.
+                puts = [event.kv for event in item.events if event.kind == "put"]
+                has_all = self._read(gets, take, deadline) if index == _FENCE else bool(puts) and take(puts)
+            elif isinstance(item, EtcdAuthError):
+                raise item
+            else:
+                return False
+            if has_all:
+                return True
+        return False
+
+    def _read(self, gets: Sequence[Get], take: _Take, deadline: float) -> bool:
+        """Pass `take` what exists now. Raises RoundOver if that is not all and the fence is gone."""
+        fences = [] if self._fence is None else [Get(Span(self._fence.key))]
+        found = self.snapshot(lambda then: then.ranges([*gets, *fences]), deadline)
+        has_all = take([kv for one in found[: len(gets)] for kv in one.kvs])
+        if not has_all and self._fence is not None and not self._fence.stands(found[-1].one):
+            raise round_over(self._fence)
+        return has_all
+
+
+def _unchanged(name: str, seen: KeyValue | None) -> Compare:
+    """Guard: the key is as it was seen, or still missing."""
+    return unchanged(name, seen.mod_revision if seen else 0)
+
+
+def value_of(kv: KeyValue) -> bytes:
+    """The value. Raises DistStoreError for a broken counter."""
+    try:
+        return plain(kv.value, kv.version)
+    except ValueError:
+        raise DistStoreError(f"etcd key {kv.key!r} holds a broken counter: delete it") from None
+
+
+def number_of(key: str, kv: KeyValue) -> int:
+    """The number that the user's `key` holds. Raises DistStoreError if it holds none."""
+    try:
+        return int(value_of(kv))
+    except ValueError:
+        raise DistStoreError(f"{key!r} holds no decimal number to add to; use only add() on such a key") from None

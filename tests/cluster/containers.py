@@ -10,11 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from clusters import SIZE
-from helpers import DEADLINE, eventually
+from helpers import DEADLINE, eventually, own_port
 
-from ftcoord.config import EtcdConfig
-from ftcoord.embedded.server import ReservedPort
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Endpoint, EtcdConfig
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.client import EtcdClient
 
@@ -51,15 +49,10 @@ def compose_command() -> str | None:
     return None
 
 
-_reserved: list[ReservedPort] = []
-
-
 def free_ports() -> list[int]:
     """For the members of a project. While this process lives nobody else gets them, whatever is connected beside it
     meanwhile: Docker sets SO_REUSEADDR, as etcd does."""
-    ports = [ReservedPort(HOST) for _ in range(SIZE)]
-    _reserved.extend(ports)
-    return [port.number for port in ports]
+    return [own_port() for _ in range(SIZE)]
 
 
 class ContainerCluster:

@@ -8,12 +8,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from copy import copy
-from dataclasses import replace
 
-from heard import heard
 from helpers import DEADLINE, Seen
 from invariants import check_succession
-from judge import linearizability
 from rdzv_nodes import Node, Nodes, Seat, spawn
 from store_history import History, Operation, check_reads
 
@@ -69,8 +66,6 @@ class Rounds:
         assert len(set(ranks)) == len(ranks), "two nodes have one rank"
         findings = check_reads(asked, self._history())
         assert not findings, findings
-        by_order = [*linearizability.findings(heard("rounds", map(_as_join, asked)))]
-        assert not by_order, by_order[0]
 
     def close(self) -> None:
         self._stopping.set()
@@ -127,11 +122,6 @@ class Rounds:
         operation.told = _told(seat.round, seat.world, seat.address, seat.port)
         operation.ended = time.monotonic()
         self.seats.append(seat)
-
-
-def _as_join(one: Operation) -> Operation:
-    """The same for a judge to which a round is no text."""
-    return replace(one, kind="join", told=one.told and one.told.removeprefix(b"round "))
 
 
 def _of(record: Round) -> bytes:

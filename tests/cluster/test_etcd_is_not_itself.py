@@ -96,9 +96,7 @@ def test_the_majority_is_lost_for_a_while(cluster: Cluster, prefix: str, figures
     figures(seconds=OUTAGE, decided_meanwhile=0, **told, back_after=round(took, 2), bound=LEASE_TTL + 5)
 
 
-def test_etcd_is_wiped(
-    cluster: Cluster, prefix: str, figures: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_etcd_is_wiped(cluster: Cluster, prefix: str, figures: Callable[..., None]) -> None:
     with two_jobs(cluster.endpoints, prefix) as jobs:
         store = jobs.run.nodes[0].info.store  # type: ignore[union-attr]
         cluster.wipe()
@@ -106,13 +104,10 @@ def test_etcd_is_wiped(
             store.set("late", "")
         jobs.stay_undisturbed()
         round_, quorum = jobs.go_on()
-    assert "its data was lost" in caplog.text
     figures(round_after=round_, quorum_after=quorum)
 
 
-def test_another_cluster_is_behind_the_name(
-    cluster: Cluster, prefix: str, figures: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_cluster_is_behind_the_name(cluster: Cluster, prefix: str, figures: Callable[..., None]) -> None:
     """One whose history is longer than that of the first."""
     with ExitStack() as stack:
         other = stack.enter_context(EtcdServer())
@@ -125,7 +120,6 @@ def test_another_cluster_is_behind_the_name(
         line.lead_to(*[other.get_endpoint()] * SIZE)
         jobs.stay_undisturbed()
         round_, quorum = jobs.go_on()
-    assert "belongs to another cluster" in caplog.text
     figures(round_after=round_, quorum_after=quorum)
 
 

@@ -11,7 +11,7 @@ from clusters import SIZE, LocalCluster, client_of
 from helpers import DEADLINE
 from load import everything
 
-from ftcoord.embedded.binary import find_etcd
+from ftcoord.embedded.server import find_etcd
 
 pytestmark = pytest.mark.alone
 

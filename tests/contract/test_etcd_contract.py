@@ -15,7 +15,7 @@ from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, Compacted, LeaseLost, RequestRefused, Rewound
-from ftcoord.etcd import reading
+from ftcoord.etcd import api
 from ftcoord.etcd.api import (
     Batch,
     Began,
@@ -26,14 +26,15 @@ from ftcoord.etcd.api import (
     Op,
     Put,
     RangeResult,
+    SnapshotReader,
     Span,
     WatchItem,
     absent,
     exists,
+    read_snapshot,
     unchanged,
 )
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.reading import ATTEMPTS, SnapshotReader, read_snapshot
 
 Client: TypeAlias = "EtcdClient | MemoryClient"
 KINDS = ["etcd", "memory"]
@@ -116,35 +117,8 @@ def test_a_snapshot_shows_what_there_was_at_its_first_read(client: Client, prefi
     assert client.get(f"{prefix}/b").one is not None
 
 
-def test_a_snapshot_that_was_compacted_away_is_looked_at_anew(empty: Client, prefix: str) -> None:
-    looks: list[int] = []
-
-    def look(then: SnapshotReader) -> bytes:
-        then.range(Get(Span(f"{prefix}/a")))
-        looks.append(then.revision)
-        if len(looks) < ATTEMPTS:
-            empty.put(f"{prefix}/b", b"%d" % len(looks))
-            empty.compact(empty.put(f"{prefix}/a", b"").revision)
-        kv = then.range(Get(Span(f"{prefix}/b"))).one
-        return kv.value if kv else b""
-
-    assert read_snapshot(empty.range, look) == b"%d" % (ATTEMPTS - 1)
-    assert len(looks) == ATTEMPTS
-    assert looks == sorted(set(looks))
-
-
-def test_a_snapshot_is_given_up_when_etcd_compacts_each_time(empty: Client, prefix: str) -> None:
-    def look(then: SnapshotReader) -> None:
-        then.range(Get(Span(prefix)))
-        empty.compact(empty.put(f"{prefix}/a", b"").revision)
-        then.range(Get(Span(prefix)))
-
-    with pytest.raises(RequestRefused, match="compacted"):
-        read_snapshot(empty.range, look)
-
-
 def test_the_pages_of_a_snapshot_are_all_its_keys(client: Client, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PAGE", 2)
+    monkeypatch.setattr(api, "PAGE", 2)
     keys = [f"{prefix}/a/{number}" for number in range(5)]
     client.txn((), [Put(key, b"") for key in [*keys, f"{prefix}/b"]])
     for span, expected in [
@@ -399,24 +373,6 @@ def test_reads_of_the_past(client: Client, prefix: str) -> None:
     assert client.txn((), (put, Get(everything, revision=second))).range(1).count == 2
     with pytest.raises(RequestRefused, match="future revision"):
         client.range(Get(everything, revision=client.get("/").revision + 1000))
-
-
-def test_what_was_compacted_cannot_be_read(empty: Client) -> None:
-    revisions = [empty.put("/key", str(number).encode()).revision for number in range(5)]
-    empty.compact(revisions[2])
-    assert [kv.value for kv in empty.range(Get(Span("/key"), revision=revisions[2])).kvs] == [b"2"]
-    assert [kv.value for kv in empty.range(Get(Span("/key"), revision=revisions[3])).kvs] == [b"3"]
-    for refused in (
-        lambda: empty.range(Get(Span("/key"), revision=revisions[1])),
-        lambda: empty.txn((), (Put("/key", b"no"), Get(Span("/key"), revision=revisions[1]))),
-        lambda: empty.compact(revisions[2]),
-        lambda: empty.compact(revisions[1]),
-    ):
-        with pytest.raises(RequestRefused, match="has been compacted"):
-            refused()
-    with pytest.raises(RequestRefused, match="future revision"):
-        empty.compact(revisions[-1] + 10)
-    assert empty.get("/key").kvs[0].value == b"4"
 
 
 # -- leases ---------------------------------------------------------------------------------------------------------

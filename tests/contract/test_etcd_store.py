@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 import warm
-from helpers import DEADLINE, eventually, in_fork
-from members import Door
+from doors import Door, Watching
+from helpers import DEADLINE, eventually
 from rdzv_nodes import keys_under, spawn
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
-from watching import Watching
 
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RoundOver
-from ftcoord.etcd.api import Etcd, Get, Op, Span, TxnResult, Watch, WatchItem
+from ftcoord.etcd.api import Etcd, Get, Op, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.store import EtcdStore
 
@@ -69,15 +68,6 @@ def test_the_python_half_lives_while_cpp_uses_it(etcd: EtcdServer, prefix: str) 
     inner.close()
 
 
-def test_stores_with_other_prefixes_are_apart(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
-    outer, inner = make(), EtcdStore(client, f"{prefix}/data/", LONG)
-    outer.set("a", b"1")
-    inner.set("a", b"2")
-    assert outer.get("a") == b"1"
-    assert inner.num_keys() == 1
-    inner.close()
-
-
 def test_it_can_be_made_from_endpoints_and_from_the_environment(
     etcd: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,29 +80,12 @@ def test_it_can_be_made_from_endpoints_and_from_the_environment(
     by_environment.close()
 
 
-def test_add_to_what_is_no_number_says_so(make: MakeEtcdStore) -> None:
-    store = make()
-    store.set("a", b"word")
-    with pytest.raises(DistStoreError, match="'a' holds no decimal number"):
-        store.add("a", 1)
-    assert store.get("a") == b"word"
-
-
 def test_a_value_that_is_too_large_says_so(make: MakeEtcdStore) -> None:
     store = make()
     with pytest.raises(DistStoreError, match="large"):
         store.set("a", b"x" * 3_000_000)
     store.set("a", b"x")
     assert store.get("a") == b"x"
-
-
-def test_a_store_that_is_closed_while_it_waits(make: MakeEtcdStore) -> None:
-    store = make()
-    waiting = spawn(lambda: store.get("absent"))
-    store.set("there", b"1")
-    store.close()
-    with pytest.raises(DistStoreError, match="closed"):
-        waiting.result(DEADLINE)
 
 
 def test_a_signal_does_not_break_a_wait(make: MakeEtcdStore) -> None:
@@ -125,13 +98,6 @@ def test_a_signal_does_not_break_a_wait(make: MakeEtcdStore) -> None:
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_use_in_a_forked_child_is_refused(make: MakeEtcdStore) -> None:
-    store = make()
-    store.set("a", b"1")
-    assert in_fork(partial(store.get, "a")) == in_fork(partial(store.set, "a", b"2")) == "ForkedProcessError"
-    assert store.get("a") == b"1"
 
 
 # -- leases and fences ------------------------------------------------------------------------------------------------
@@ -192,21 +158,6 @@ def test_a_fence_refuses_writes_for_good(make: MakeEtcdStore, client: EtcdClient
     assert store.num_keys() == 2
 
 
-def test_a_fence_that_is_put_again_with_another_value_is_another_one(
-    make: MakeEtcdStore, client: EtcdClient, prefix: str
-) -> None:
-    fence = f"{prefix}/fence"
-    client.put(fence, b"this")
-    store = make(fence=(fence, b"this"))
-    store.set("a", b"1")
-    client.delete(Span(fence))
-    client.put(fence, b"another")
-    for call in (lambda: store.set("a", b"2"), lambda: store.get("absent")):
-        with pytest.raises(RoundOver, match="join the next one"):
-            call()
-    assert store.get("a") == b"1"
-
-
 def test_a_new_store_behind_a_fence_that_is_gone(make: MakeEtcdStore, prefix: str) -> None:
     with pytest.raises(RoundOver):
         make(fence=f"{prefix}/fence").set("a", b"1")
@@ -250,36 +201,6 @@ def test_the_end_of_a_fence_comes_through_cpp(make: MakeEtcdStore, client: EtcdC
         with pytest.raises(DistStoreError, match="join the next one") as caught:
             call()
         assert isinstance(caught.value, RoundOver)
-
-
-def test_a_key_that_was_put_before_the_fence_went_is_read(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
-    """Though the end of the fence is heard of first."""
-    fence = f"{prefix}/fence"
-    client.put(fence, b"")
-    deaf = Watching(client, deaf_to=f"{prefix}/data/key")
-    store, writer = make(deaf, fence=fence), make()
-    waiting = spawn(partial(store.get, "key"))
-    eventually(lambda: deaf.stands == 2, "both watches stand")
-    writer.set("key", b"1")
-    client.delete(Span(fence))
-    assert waiting.result(DEADLINE) == b"1"
-
-
-def test_what_is_there_costs_one_read_and_no_watch(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
-    """Also behind a fence, and also when it is gone."""
-    fence = f"{prefix}/fence"
-    client.put(fence, b"")
-    make().set("a", b"1")
-    watching = Watching(client)
-    store = make(watching, fence=fence)
-    for _ in range(2):
-        watching.reads = 0
-        assert store.get("a") == b"1"
-        store.wait(["a"])
-        assert store.check(["a"])
-        assert store.multi_get(["a"]) == [b"1"]
-        assert (watching.reads, watching.spans) == (4, [])
-        client.delete(Span(fence))
 
 
 def test_what_waits_watches_little(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
@@ -354,54 +275,7 @@ def test_lost_answers_change_nothing_twice(make: MakeEtcdStore, client: EtcdClie
     assert other.multi_get(["n", "text", "x", "y"]) == [b"11", b"ab", b"1", b"2"]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_lost_answers_under_a_fence(make: MakeEtcdStore, client: EtcdClient, prefix: str, plan: str) -> None:
-    client.put(f"{prefix}/fence", b"")
-    store = make(LossyEtcd(client, plan), fence=f"{prefix}/fence", lease=client.grant(60).id)
-    for count in range(1, 6):
-        assert store.add("n", 1) == count
-    client.delete(Span(f"{prefix}/fence"))
-    with pytest.raises(RoundOver):
-        store.add("n", 1)
-    assert store.get("n") == b"5"
-
-
-def test_an_answer_that_never_comes_ends_in_an_error_and_harms_nothing(make: MakeEtcdStore, client: EtcdClient) -> None:
-    lossy = LossyEtcd(client, "ol" + "u" * 1000)
-    store = make(lossy, timeout=timedelta(seconds=0.5))
-    with pytest.raises(DistNetworkError, match="timeout"):
-        store.add("n", 1)
-    lossy.recover()
-    assert make().get("n") == b"1"
-    assert store.add("n", 1) == 2
-
-
 # -- etcd in trouble --------------------------------------------------------------------------------------------------
-
-
-def test_sums_are_exact_when_etcd_is_killed_meanwhile(fragile: EtcdServer, make: MakeEtcdStore) -> None:
-    stores = [make(fragile.get_endpoint()) for _ in range(4)]
-    running = threading.Event()
-    running.set()
-
-    def add(store: EtcdStore) -> int:
-        count = 0
-        while running.is_set() or count < 50:
-            store.add("n", 1)
-            store.append("text", "x")
-            count += 1
-        return count
-
-    counts = [spawn(partial(add, store)) for store in stores]
-    for _ in range(2):
-        reached = int(stores[0].get("n")) + 40 if stores[0].check(["n"]) else 40
-        eventually(lambda reached=reached: stores[0].add("n", 0) >= reached, what="the sum grows")
-        fragile.kill()
-        fragile.restart()
-    running.clear()
-    total = sum(count.result(DEADLINE) for count in counts)
-    assert stores[0].add("n", 0) == total
-    assert stores[0].get("text") == b"x" * total
 
 
 def test_a_wait_goes_on_after_a_restart(fragile: EtcdServer, make: MakeEtcdStore) -> None:
@@ -413,44 +287,6 @@ def test_a_wait_goes_on_after_a_restart(fragile: EtcdServer, make: MakeEtcdStore
     writer.set("key", b"1")
     assert waiting[0].result(DEADLINE) == b"1"
     waiting[1].result(DEADLINE)
-
-
-def test_a_wait_goes_on_after_a_pause(fragile: EtcdServer, make: MakeEtcdStore) -> None:
-    store, writer = make(fragile.get_endpoint()), make(fragile.get_endpoint())
-    waiting = spawn(lambda: store.get("key"))
-    writer.set("other", b"1")
-    fragile.pause()
-    writing = spawn(lambda: writer.set("key", b"1"))
-    assert not writing.done()
-    fragile.resume()
-    writing.result(DEADLINE)
-    assert waiting.result(DEADLINE) == b"1"
-
-
-class CompactingEtcd:
-    """An etcd that puts `key` and forgets its history just before the first watch starts."""
-
-    def __init__(self, etcd: EtcdClient, key: str) -> None:
-        self._etcd, self._key = etcd, key
-        self.watches = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._etcd, name)
-
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None]) -> Watch:
-        self.watches += 1
-        if self.watches == 1:
-            for value in (b"1", b"2"):
-                revision = self._etcd.put(self._key, value).revision
-            self._etcd.compact(revision)
-        return self._etcd.watch(span, start_revision, deliver)
-
-
-def test_a_wait_goes_on_after_a_compaction(fragile: EtcdServer, make: MakeEtcdStore, prefix: str) -> None:
-    with fragile.get_client() as client:
-        compacting = CompactingEtcd(client, f"{prefix}/data/key")
-        assert make(compacting).get("key") == b"2"
-        assert compacting.watches == 1
 
 
 def test_an_outage_that_lasts_too_long(fragile: EtcdServer, make: MakeEtcdStore) -> None:

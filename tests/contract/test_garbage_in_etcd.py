@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import builders
 import pytest
 from helpers import DEADLINE, eventually
 from rdzv_nodes import MakeNodes, all_signalled, join_all
@@ -19,8 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import decided_key, member_id, member_key, roster_key
-from ftcoord.core.quorum_head import encode_quorum
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord, encode
+from ftcoord.core.quorum_records import QuorumRecord, encode
 from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Span
@@ -81,7 +80,7 @@ def test_a_run_among_garbage(make_nodes: MakeNodes, client: EtcdClient, run_id: 
 
 # -- quorums ----------------------------------------------------------------------------------------------------------
 
-REQUEST = QuorumRequest("x", "addr", "store", 0, 1, False, "", 0, ())
+REQUEST = builders.request("x", address="addr", store_address="store")
 
 
 class Pair:
@@ -160,26 +159,13 @@ def test_a_quorum_among_garbage(pair: Pair, client: EtcdClient, kind: str) -> No
         assert (kv.value, kv.version) == (value, 1)
 
 
-def test_the_roster_of_another_quorum(pair: Pair, client: EtcdClient) -> None:
-    """It could be read, and is not the one that the head names."""
-    pair.ask(1)
-    _, other = encode_quorum(QuorumRecord(9, 9, (QuorumSeat("0" * 16, 1, REQUEST),), (), 0.0))
-    assert other is not None
-    client.put(roster_key(pair.key), other)
-    with pytest.raises(StateError, match="delete both keys"):
-        pair.ask(2)
-    client.delete(Span(pair.key, is_prefix=True))
-    eventually(pair.may_ask, what="both hear that it is gone")
-    assert pair.ask(2).number > 1
-
-
 @pytest.mark.parametrize("beyond", [0, 10**6, 10**18 - 10**15])
 def test_a_member_that_names_a_number_to_which_nobody_has_counted(pair: Pair, client: EtcdClient, beyond: int) -> None:
     """The first one is as far as a decider counts on. All go on while that member lives, and when it is gone."""
     before = pair.ask(1).number
     number = min(before + LARGEST_STEP + beyond, LARGEST_COUNT)
     lease = client.grant(60).id
-    rogue = ReplicaRecord(replace(REQUEST, replica_id="rogue"), 0, number, 1, heard=number)
+    rogue = builders.replica(replace(REQUEST, replica_id="rogue"), after=number, beat=1, heard=number)
     client.put(member_key(pair.prefix, member_id(lease)), encode(rogue), lease)
     eventually(lambda: pair.ask(2) and len(pair.decider_sees()) == 3, what="the decider sees it")
     numbers = [pair.ask(step).number for step in range(3, 6)]
@@ -188,16 +174,3 @@ def test_a_member_that_names_a_number_to_which_nobody_has_counted(pair: Pair, cl
     assert before < numbers[0]
     assert numbers == sorted(set(numbers))
     assert (numbers[-1] > number) is (beyond == 0)
-
-
-def test_a_decided_number_to_which_nobody_has_counted(pair: Pair, client: EtcdClient) -> None:
-    """Nobody who has refused it counts on from it when its key is deleted."""
-    number = pair.ask(1).number
-    decided = client.get(pair.key).one
-    assert decided is not None
-    client.put(pair.key, json.dumps({**json.loads(decided.value), "number": 10**18}).encode(), decided.lease)
-    with pytest.raises(StateError, match=r"nobody has counted to.*delete it, and all decide anew"):
-        pair.ask(2)
-    client.delete(Span(pair.key, is_prefix=True))
-    eventually(pair.may_ask, what="both hear that it is gone")
-    assert number < pair.ask(2).number < 10**12

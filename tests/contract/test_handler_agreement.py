@@ -16,19 +16,13 @@ from helpers import DEADLINE, eventually
 from late import Late
 from rdzv_nodes import MakeNodes, Node, all_signalled, is_waiting, join_all, seats_of, waits
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
 from ftcoord.core import rendezvous_records
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous_records import Round
-from ftcoord.core.seating import FRESH
-from ftcoord.embedded.server import EtcdServer
+from ftcoord.core.round_situation import FRESH
+from ftcoord.core.verdict import Standing
 from ftcoord.errors import RoundOver
-from ftcoord.etcd.api import Batch, Delete, Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group.pace import Look
 from ftcoord.rendezvous import pace
@@ -48,7 +42,7 @@ def decided(client: EtcdClient, node: Node) -> Round | None:
 @pytest.fixture
 def late_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes made from now on have clients whose news can be held back."""
-    monkeypatch.setattr("ftcoord.rendezvous.create.SharedClient", Late)
+    monkeypatch.setattr("ftcoord.rendezvous.handler.SharedClient", Late)
 
 
 def news_of(node: Node) -> Late:
@@ -69,23 +63,6 @@ def test_a_recall_does_not_overtake_the_decision(make_nodes: MakeNodes, client: 
     assert not recalled.ready
     news_of(slow).release()
     assert len(seats_of([first, second, third])) == 3
-
-
-def test_who_hears_late_of_a_round_that_others_started_starts_it_too(
-    make_nodes: MakeNodes, client: EtcdClient, late_clients: None
-) -> None:
-    run = make_nodes(2, 3, last_call_timeout=600)
-    quick, slow = run.add(2, last_call_timeout=1)
-    first = waits(quick)
-    news_of(slow).hold_from(lambda item: isinstance(item, Batch) and b'"ready":true' in item.events[-1].kv.value)
-    second = slow.join()
-    assert first.result(DEADLINE).round == 1
-    newcomer = waits(run.one())
-    eventually(lambda: (now := decided(client, quick)) and now.recalled, what="the round is recalled")
-    assert not second.done()
-    news_of(slow).release_the_last()
-    assert seats_of([first, second])[0].world == 2
-    assert not newcomer.done()
 
 
 def test_a_node_that_died_while_it_waited_starts_no_round(make_nodes: MakeNodes, client: EtcdClient) -> None:
@@ -182,76 +159,6 @@ def test_who_has_lost_its_lease_takes_no_seat(make_nodes: MakeNodes, client: Etc
     assert not says_that_it_is_seated(client, node)
 
 
-def test_a_store_whose_number_comes_again_is_empty(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    """Of a failed run no fence is left, and somebody has deleted its record."""
-    run = make_nodes(1, 1)
-    old = run.one()
-    join_all([old])
-    assert old.info is not None
-    old.info.store.set("key", b"old")
-    old.end_with(FAILURE)
-    client.delete(Span(f"{old.handler._settings.prefix}/decided"))
-    new = run.one()
-    assert join_all([new])[0].round == 1
-    assert new.info is not None
-    assert not new.info.store.check(["key"])
-
-
-def test_a_node_of_a_run_that_was_deleted_writes_nothing_into_the_store_of_the_next_one(
-    make_nodes: MakeNodes, client: EtcdClient
-) -> None:
-    """It is cut off while an operator deletes all keys; so the numbers begin again."""
-    run = make_nodes(1, 1)
-    old = run.one()
-    join_all([old])
-    assert old.info is not None
-    store = old.info.store
-    store.set("key", b"old")
-    old.cut_off()
-    client.delete(Span(f"{old.handler._settings.prefix}/", is_prefix=True))
-    new = run.one()
-    assert join_all([new])[0].round == 1
-    for late in (lambda: store.set("key", b"old"), lambda: store.add("count", 1), lambda: store.get("absent")):
-        with pytest.raises(RoundOver, match="join the next one"):
-            late()
-    assert new.info is not None
-    assert not new.info.store.list_keys()
-
-
-def test_rounds_go_on_where_they_were_after_the_record_and_all_who_knew_it_are_gone(
-    make_nodes: MakeNodes, client: EtcdClient
-) -> None:
-    run = make_nodes(1, 1)
-    old = run.one()
-    join_all([old])
-    assert join_all([old])[0].round == 2
-    assert old.info is not None
-    store = old.info.store
-    old.crash()
-    prefix = old.handler._settings.prefix
-    client.txn((), (Delete(Span(f"{prefix}/decided")), Delete(Span(f"{prefix}/members/", is_prefix=True))))
-    (seat,) = join_all([run.one()])
-    assert seat.round == 3
-    assert [kv.key for kv in client.range(Get(Span(f"{prefix}/rounds/", is_prefix=True))).kvs] == [f"{prefix}/rounds/3"]
-    with pytest.raises((RoundOver, RuntimeError)):  # the store was closed, and its round is over
-        store.set("key", b"late")
-
-
-def test_a_spare_knows_the_rounds_that_it_heard_of_when_etcd_has_forgotten_them(
-    make_nodes: MakeNodes, fragile: EtcdServer
-) -> None:
-    run = make_nodes(1, 1, on=fragile, lease_ttl=2)
-    worker, spare = run.add(2)
-    join_all([worker])
-    seat = join_all([worker])[0]
-    assert seat.round == 2
-    join = waits(spare)
-    worker.crash()
-    fragile.wipe()
-    fragile.restart()
-    assert join.result(DEADLINE).round > 2
-
-
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
@@ -264,51 +171,11 @@ def test_a_node_with_other_limits_is_refused_and_disturbs_nobody(make_nodes: Mak
     assert not any(node.signalled() for node in nodes)
 
 
-def test_of_nodes_that_contradict_each_other_before_the_first_round_the_newer_is_refused(
-    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Those that wait log it at once, and so does the decider."""
-    monkeypatch.setattr(pace, "FIRST_LINE", 1e6)
-    three, two = make_nodes(3, 3, run_id="contradiction"), make_nodes(1, 3, run_id="contradiction")
-    with caplog.at_level(logging.INFO, logger="ftcoord.rendezvous"):
-        joins = [waits(three.one()), waits(three.one())]
-        with pytest.raises(RendezvousStateError, match=r"--nnodes=3, .* --nnodes=1:3"):
-            two.one().join().result(DEADLINE)
-    told = [
-        one.getMessage()
-        for one in caplog.records
-        if "was refused: its --nnodes is 1:3, this run's is 3" in one.msg % one.args
-    ]
-    assert len([one for one in told if "waits for a round: 2 of 3 nodes are there" in one]) == 2
-    assert len([one for one in told if "give all nodes the same, or that one another --rdzv-id" in one]) == 1
-    assert len(seats_of([*joins, three.one().join()])) == 3
-
-
-def test_a_node_with_other_limits_is_no_spare_of_the_run(make_nodes: MakeNodes) -> None:
-    worker = make_nodes(1, 1, run_id="no spare").one()
-    join_all([worker])
-    odd = make_nodes(2, 2, run_id="no spare", lease_ttl=600).one()
-    join = waits(odd)
-    eventually(lambda: odd.handler._node.pace.limits.refusal, what="it knows that it is not wanted")
-    worker.finish()
-    with pytest.raises(RendezvousStateError, match=r"--nnodes=1, .* --nnodes=2"):
-        join.result(DEADLINE)
-
-
 def test_limits_of_nodes_that_are_gone_bind_nobody(make_nodes: MakeNodes) -> None:
     old = make_nodes(1, 1, run_id="changed limits").one()
     join_all([old])
     old.fail()
     seats = join_all(make_nodes(2, 2, run_id="changed limits").add(2))
-    assert {(seat.world, seat.round) for seat in seats} == {(2, 2)}
-
-
-def test_limits_of_nodes_that_were_killed_bind_nobody(make_nodes: MakeNodes) -> None:
-    """Their leases live on for a while, and a new start with other limits must not end for that."""
-    old = make_nodes(1, 1, run_id="killed limits", lease_ttl=4).one()
-    join_all([old])
-    old.crash()
-    seats = join_all(make_nodes(2, 2, run_id="killed limits", lease_ttl=4).add(2))
     assert {(seat.world, seat.round) for seat in seats} == {(2, 2)}
 
 
@@ -328,17 +195,6 @@ def test_a_failure_ends_the_run_on_all_nodes(make_nodes: MakeNodes) -> None:
     assert nodes[1].info is not None
     with pytest.raises((RoundOver, RuntimeError)):  # so torch's exit barrier waits for nobody
         nodes[1].info.store.set("key", b"late")
-
-
-def test_workers_that_are_done_disturb_nobody(make_nodes: MakeNodes, caplog: pytest.LogCaptureFixture) -> None:
-    nodes = make_nodes(2, 2).add(2)
-    join_all(nodes)
-    nodes[0].finish()
-    eventually(nodes[1].handler.is_closed, what="the run is closed")
-    assert not nodes[1].signalled()
-    assert nodes[1].info is not None
-    nodes[1].info.store.set("torchelastic/agent/terminal_state", b"done")  # the exit barrier goes on
-    assert "are stopped" not in caplog.text
 
 
 def test_a_node_that_the_others_went_on_without_does_not_end_their_run(make_nodes: MakeNodes) -> None:
@@ -409,61 +265,6 @@ def test_a_failed_run_may_be_started_again_with_other_limits_while_a_node_of_it_
     assert not join.done()
     slow.fail()
     assert join.result(DEADLINE).round == 2
-
-
-def test_a_node_that_waited_before_the_end_goes_not_on_from_it(
-    make_nodes: MakeNodes, client: EtcdClient, late_clients: None
-) -> None:
-    """It hears of the end only as a new incarnation."""
-    run = make_nodes(1, 2, last_call_timeout=600)
-    first = run.one(last_call_timeout=0.5)
-    join_all([first])
-    late = run.one(lease_ttl=2)
-    join = waits(late)
-    news_of(late).hold()
-    member = late.member()
-    first.end_with(FAILURE)
-    client.revoke(late.lease())
-    eventually(lambda: member.lost, what="its lease is lost")
-    news_of(late).release()
-    with pytest.raises(SystemExit):
-        join.result(DEADLINE)
-
-
-def test_a_spare_of_a_failed_run_does_not_start_it_again(make_nodes: MakeNodes) -> None:
-    run = make_nodes(1, 1)
-    worker, spare = run.add(2)
-    join_all([worker])
-    join = waits(spare)
-    worker.end_with(FAILURE)
-    with pytest.raises(SystemExit):
-        join.result(DEADLINE)
-    assert join_all([run.one()])[0].round == 2
-
-
-@pytest.mark.parametrize(
-    ("restart", "failed", "finished", "by_hand"),
-    [("failed", True, False, False), ("always", True, True, True), ("never", False, False, False)],
-)
-def test_which_runs_are_started_again(
-    make_nodes: MakeNodes, restart: str, failed: bool, finished: bool, by_hand: bool
-) -> None:
-    ends = {
-        "failed": (failed, lambda node: node.end_with(FAILURE)),
-        "finished": (finished, lambda node: node.finish()),
-        "by hand": (by_hand, lambda node: (node.handler.set_closed(), node.fail())),
-    }
-    for name, (goes_on, end) in ends.items():
-        run = make_nodes(1, 1, run_id=f"{restart} after {name}", restart=restart)
-        first = run.one()
-        join_all([first])
-        end(first)
-        join = run.one().join()
-        if goes_on:
-            assert join.result(DEADLINE).round == 2
-        else:
-            with pytest.raises(RendezvousClosedError, match="start a new run under another"):
-                join.result(DEADLINE)
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------

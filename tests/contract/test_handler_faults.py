@@ -18,16 +18,13 @@ from rdzv_nodes import (
     join_as_agents,
     keys_under,
     processes,
-    seats_of,
     spawn,
     waits,
 )
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.group import participant
 
 LONG_TTL = 600
 """Seconds; a lease that outlives the test, so that only giving it up can end it."""
@@ -42,7 +39,7 @@ def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
     """It had one and did not take it, so the round came to nothing and another formed without it, before it heard."""
     run = make_nodes(1, 3, last_call_timeout=2)
     first = run.one()
-    monkeypatch.setattr("ftcoord.rendezvous.create.SharedClient", Late)
+    monkeypatch.setattr("ftcoord.rendezvous.handler.SharedClient", Late)
     late = run.one()
     news = late.handler._etcd
     assert isinstance(news, Late)
@@ -60,16 +57,6 @@ def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_dead_node_is_noticed_when_its_lease_ends(make_nodes: MakeNodes) -> None:
-    run = make_nodes(2, 3)
-    nodes = run.add(3)
-    join_all(nodes)
-    nodes[1].crash()
-    survivors = [nodes[0], nodes[2]]
-    all_signalled(survivors)
-    assert {seat.world for seat in join_all(survivors)} == {2}
 
 
 def test_member_loss_can_be_left_to_the_workers(make_nodes: MakeNodes, client: EtcdClient) -> None:
@@ -100,15 +87,6 @@ def test_a_node_that_lost_its_lease_comes_back(make_nodes: MakeNodes, client: Et
     assert not any(node.signalled() for node in nodes)
 
 
-def test_a_lease_that_is_lost_before_the_first_round_is_replaced(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    nodes = make_nodes(2, 2).add(2)
-    lost = [node.lease() for node in nodes]
-    for lease in lost:
-        client.revoke(lease)
-    assert {seat.world for seat in join_all(nodes)} == {2}
-    assert not {node.lease() for node in nodes} & set(lost)
-
-
 def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, client: EtcdClient) -> None:
     run = make_nodes(2, 2)
     waiting = run.one()
@@ -125,47 +103,7 @@ def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, c
     assert other.join().result(DEADLINE).world == join.result(DEADLINE).world == 2
 
 
-def test_the_lease_of_the_record_may_be_lost(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    """Somebody deletes the run's keys: rounds go on with the next number."""
-    nodes = make_nodes(2, 2, run_id="erased").add(2)
-    join_all(nodes)
-    record = client.get("/ftcoord/v1/erased/decided").one
-    assert record is not None
-    client.revoke(record.lease)
-    all_signalled(nodes)
-    assert {seat.round for seat in join_all(nodes)} == {2}
-
-
 # -- what others do to a run's keys -----------------------------------------------------------------------------------
-
-
-def test_a_record_that_is_not_ours_is_in_the_way_until_it_is_deleted(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    nodes = make_nodes(2, 2, run_id="in-the-way").add(2)
-    key = "/ftcoord/v1/in-the-way/decided"
-    before = join_all(nodes)
-    client.put(key, b"not ours")
-    with pytest.raises(RendezvousStateError, match=key):
-        nodes[0].handler.next_rendezvous()
-    client.delete(Span(key))
-    all_signalled(nodes)
-    assert join_all(nodes)[0].round > before[0].round
-    nodes[1].crash()
-    eventually(nodes[0].signalled, what="the loss is noticed")
-
-
-@pytest.mark.parametrize("victim", [0, 1], ids=["the decider", "another"])
-def test_a_waiting_node_whose_key_is_deleted_is_not_forgotten(
-    make_nodes: MakeNodes, client: EtcdClient, victim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(participant, "KEY_CHECK_INTERVAL", 0.2)
-    run, joins = make_nodes(3, 3), []
-    nodes = run.add(2)
-    for node in nodes:
-        joins.append(node.join())
-        eventually(lambda node=node: client.get(node.member().group.key).one, what="the node waits")
-    client.delete(Span(nodes[victim].handler._node.participant.member.group.key))
-    joins.append(run.one().join())
-    assert {seat.world for seat in seats_of(joins)} == {3}
 
 
 def test_shutdown_ends_a_rendezvous_under_way(make_nodes: MakeNodes) -> None:
@@ -292,26 +230,9 @@ def test_run_ids(make_nodes: MakeNodes, client: EtcdClient, run_id: str) -> None
     assert {key.split("/")[1] for key in keys_under(client, "/ids")} == {"ids"}
 
 
-def test_two_runs_side_by_side(make_nodes: MakeNodes) -> None:
-    """One's id is the start of the other's."""
-    runs = [make_nodes(2, 2, run_id=run_id).add(2) for run_id in ("job", "job/1", "job1")]
-    for nodes in runs:
-        assert {seat.world for seat in join_all(nodes)} == {2}
-        for node in nodes:
-            assert node.info is not None
-            node.info.store.set("key", node.handler.get_run_id())
-    runs[0][0].finish()
-    eventually(runs[0][1].handler.is_closed, what="the run is closed")
-    for nodes in runs[1:]:
-        assert not any(node.handler.is_closed() or node.signalled() for node in nodes)
-        assert nodes[0].info is not None
-        assert nodes[0].info.store.get("key") == nodes[0].handler.get_run_id().encode()
-        assert {seat.round for seat in join_all(nodes)} == {2}
-
-
 def test_a_long_run_keeps_its_state_and_leaves_nothing(make_nodes: MakeNodes, client: EtcdClient) -> None:
     """Longer than every TTL; afterwards all that is left has a lease, and goes with it."""
-    ttls = {"lease_ttl": 4, "run_ttl": 17, "history_ttl": 17}
+    ttls = {"lease_ttl": 4, "run_ttl": 17}
     prefix = "/long-run"
     run = make_nodes(2, 2, key_prefix=prefix, **ttls)
     nodes = run.add(2)

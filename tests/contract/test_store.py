@@ -255,18 +255,6 @@ def test_clone(make_store: MakeStore) -> None:
     assert clone.timeout == LONG
 
 
-def test_clients_add_at_once(make_store: MakeStore) -> None:
-    stores = [make_store() for _ in range(4)]
-
-    def add(store: Store) -> None:
-        for _ in range(20):
-            store.add("n", 1)
-
-    for done in [spawn(partial(add, store)) for store in stores]:
-        done.result(DEADLINE)
-    assert stores[0].add("n", 0) == 80
-
-
 def test_threads_share_a_store(store: Store) -> None:
     def work(index: int) -> None:
         mine = store.clone()

@@ -7,10 +7,10 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
+from doors import Watching
 from helpers import DEADLINE, eventually
 from rdzv_nodes import spawn
 from torch.distributed import DistStoreError
-from watching import Watching
 
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Span
@@ -51,23 +51,6 @@ def test_many_keys_that_are_there_are_read_at_once(store: EtcdStore, writer: Etc
     assert (watching.reads, watching.spans) == (1, [])
 
 
-def test_many_keys_among_more_others_are_read(store: EtcdStore, writer: EtcdStore, watching: Watching) -> None:
-    others = [f"info/1/other/{number}" for number in range(2 * MANY)]
-    writer.multi_set([*others, *KEYS], ["x"] * len(others) + VALUES)
-    assert store.multi_get(KEYS) == VALUES
-    assert watching.reads == 1 + MANY  # one that found too much, and then each
-    store.wait(KEYS)
-    assert watching.spans == []
-
-
-def test_many_keys_beside_more_others_are_read_at_once(store: EtcdStore, writer: EtcdStore, watching: Watching) -> None:
-    others = [f"info/other/{number}" for number in range(2 * MANY)]
-    writer.multi_set([*others, *KEYS], ["x"] * len(others) + VALUES)
-    assert store.multi_get(KEYS) == VALUES
-    store.wait(KEYS)
-    assert (watching.reads, watching.spans) == (2, [])
-
-
 @pytest.mark.parametrize("there", [0, 1, MANY - 2])
 def test_many_keys_that_come_one_by_one_take_one_watch(
     store: EtcdStore, writer: EtcdStore, watching: Watching, there: int
@@ -80,60 +63,6 @@ def test_many_keys_that_come_one_by_one_take_one_watch(
         writer.set(key, value)
     assert waiting.result(DEADLINE) == VALUES
     assert (watching.reads, len(watching.spans)) == (3, 1)  # all, how many others, and again once the watch stands
-
-
-def test_values_that_come_in_every_way_are_as_they_are_there(store: EtcdStore, writer: EtcdStore) -> None:
-    """A counter, a value that looks like one, an appended one, an empty one."""
-    waiting = spawn(lambda: store.multi_get(["in/count", "in/mark", "in/more", "in/empty"]))
-    writer.set("in/mark", b"\0ftcoord+1:1")
-    writer.set("in/more", b"a")
-    writer.append("in/more", b"b")
-    writer.add("in/count", 5)
-    writer.set("in/empty", b"")
-    count, mark, more, empty = waiting.result(DEADLINE)
-    assert (count, mark, empty) == (b"5", b"\0ftcoord+1:1", b"")
-    assert more in (b"a", b"ab")  # as it was when it was seen first
-
-
-def test_keys_that_come_among_more_others_are_awaited(
-    store: EtcdStore, writer: EtcdStore, watching: Watching, prefix: str
-) -> None:
-    """A watch of all that begins alike would bring too much of what nobody waits for."""
-    writer.multi_set([f"info/other/{number}" for number in range(30)], ["x"] * 30)
-    waits = [spawn(partial(store.multi_get, KEYS[:3])), spawn(partial(store.wait, KEYS[:3]))]
-    eventually(lambda: watching.stands, "a watch stands")
-    for key, value in zip(KEYS[:3], VALUES[:3], strict=True):
-        writer.set(key, value)
-    assert [waiting.result(DEADLINE) for waiting in waits] == [VALUES[:3], None]
-    assert all(span.start.startswith((f"{prefix}/data/info/", f"{prefix}/queues/info%2F")) for span in watching.spans)
-    assert not any(span == Span(f"{prefix}/data/info/", is_prefix=True) for span in watching.spans)
-
-
-def test_a_wait_for_values_and_queues_takes_two_watches(
-    store: EtcdStore, writer: EtcdStore, watching: Watching
-) -> None:
-    keys = ["in/a/b", "in/c d", "in/%", "in/e"]
-    waiting = spawn(partial(store.wait, keys))
-    eventually(lambda: watching.stands == 2, "both watches stand")
-    for number, key in enumerate(keys):
-        writer.set(key, b"") if number % 2 else writer.queue_push(key, "item")
-    waiting.result(DEADLINE)
-    assert len(watching.spans) == 2
-    assert store.check(keys)
-
-
-def test_a_wait_does_not_end_with_a_key_that_is_gone_again(
-    store: EtcdStore, writer: EtcdStore, watching: Watching
-) -> None:
-    waiting = spawn(partial(store.wait, ["in/a", "in/b"]))
-    eventually(lambda: watching.stands == 2, "both watches stand")
-    writer.set("in/a", b"")
-    writer.delete_key("in/a")
-    writer.set("in/b", b"")
-    eventually(lambda: len(watching.spans) > 2, "it waits for the one that is gone")
-    assert not waiting.done()
-    writer.set("in/a", b"")
-    waiting.result(DEADLINE)
 
 
 WAITS: dict[str, Callable[[EtcdStore, Sequence[str]], object]] = {

@@ -65,13 +65,6 @@ def test_a_store_that_was_closed(etcd: EtcdServer, client: EtcdClient, prefix: s
     eventually(lambda: not keys_under(client, prefix), "the keys expire")
 
 
-def test_one_that_could_not_be_made_has_nothing_to_close(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="endpoints"):
-        EtcdStore("a:0")
-    gc.collect()
-    assert capsys.readouterr().err == ""
-
-
 def test_a_hundred_dropped_stores_have_no_thread_and_no_descriptor(etcd: EtcdServer, prefix: str) -> None:
     """They share the process's client, and the thread that keeps its leases."""
 

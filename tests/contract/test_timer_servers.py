@@ -15,7 +15,7 @@ from torch.distributed.elastic.timer import LocalTimerClient, LocalTimerServer, 
 from torch.distributed.elastic.timer.api import RequestQueue
 
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.timer.server import EtcdTimerServer
+from ftcoord.timer.etcd_timer import EtcdTimerServer
 
 LONG = 300.0
 """Seconds that nothing here takes."""

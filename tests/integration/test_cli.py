@@ -15,9 +15,9 @@ import pytest
 from helpers import DEADLINE, eventually
 
 import ftcoord
-from ftcoord.commands import serving
+from ftcoord.commands import demo_server
 from ftcoord.config import EtcdConfig
-from ftcoord.etcd import release
+from ftcoord.etcd import api
 from ftcoord.etcd.client import EtcdClient
 
 
@@ -63,8 +63,8 @@ def test_server_says_itself_that_its_etcd_is_old(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Clients do not say it of an etcd that ftcoord started."""
-    monkeypatch.setattr(release, "FLOORS", dict.fromkeys(itertools.product((3, 4), range(20)), floor))
-    serving._advise(etcd)
+    monkeypatch.setattr(api, "FLOORS", dict.fromkeys(itertools.product((3, 4), range(20)), floor))
+    demo_server.advise(etcd)
     told = capsys.readouterr().out
     assert told.partition("; ")[2] == (
         "it has known lease and watch bugs, so use 99 or newer for real training runs\n" * (floor == (99,))
@@ -100,7 +100,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_orphans_end() -> None:
     """A child of a child that ended before, as a worker is whose torchrun is interrupted while it starts it."""
     code = (
-        "import subprocess; from ftcoord.demo.agents import no_orphans\n"
+        "import subprocess; from ftcoord.demo.run import no_orphans\n"
         "with no_orphans(): print(subprocess.check_output(['sh', '-c', 'sleep 1000 > /dev/null & echo $!'], text=True))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE)
@@ -124,9 +124,3 @@ def test_help(arguments: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE)
     assert done.stdout.startswith("usage: ftcoord ")
     assert "doctor" in done.stdout
-
-
-def test_wrong_use_is_refused() -> None:
-    done = subprocess.run([sys.executable, "-m", "ftcoord.cli", "train"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "demo" in done.stderr

@@ -17,60 +17,33 @@ from typing import Any
 
 import grpc
 import pytest
-import warm
 from cutting import Cutter
 from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, eventually, in_fork, python
 
-from ftcoord.config import Credentials, EtcdConfig
+from ftcoord.config import EtcdConfig
 from ftcoord.embedded import server as server_module
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
+from ftcoord.errors import EtcdUnavailable, ForkedProcessError, OutcomeUnknown
+from ftcoord.etcd import api
 from ftcoord.etcd import client as client_module
-from ftcoord.etcd import release
-from ftcoord.etcd.api import Get, KeyValue, Put, RangeResult, Span
+from ftcoord.etcd.api import Get, KeyValue, Put, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc import messages
-from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, write_once
+from ftcoord.primitives.write_once import write_once
 
 
 def connect(endpoints: str, **settings: Any) -> EtcdClient:
     return EtcdClient(EtcdConfig.load(endpoints, env={}, **settings))
 
 
-def keys(result: RangeResult) -> list[str]:
-    return [kv.key for kv in result.kvs]
-
-
 # -- what it asks ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("start", "end"),
-    [("a", b"b"), ("a\udcff", b"b"), ("\udcff", b"\0"), ("\udcff\udcff", b"\0"), ("", b"\0"), ("a/", b"a0")],
-)
-def test_the_end_of_a_prefix(start: str, end: bytes) -> None:
-    assert Span(start, is_prefix=True).end == end
-    assert Span(start).end == b""
-
-
-def test_status_warns_once_below_the_floor(
-    client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "_warned_of", set())
-    caplog.set_level(logging.WARNING, "ftcoord")
-    for version, warned in [("3.5.27", True), ("3.5.28", False), ("3.6.9", False), ("3.6.8", True), ("3.4.30", True)]:
-        caplog.clear()
-        client_module._warn_below_floor(version)
-        client_module._warn_below_floor(version)
-        assert len(caplog.records) == warned, version
 
 
 def test_an_old_etcd_is_warned_of_unless_ftcoord_started_it(
     client: EtcdClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "_warned_of", set())
-    monkeypatch.setattr(release, "FLOORS", dict.fromkeys(itertools.product(range(3, 5), range(20)), (99,)))
+    monkeypatch.setattr(api, "FLOORS", dict.fromkeys(itertools.product(range(3, 5), range(20)), (99,)))
     caplog.set_level(logging.WARNING, "ftcoord")
     status = client.status()
     assert status.leader_id == status.member_id
@@ -200,53 +173,6 @@ def test_a_refused_write_never_left_and_is_sent_when_etcd_comes(fragile: EtcdSer
         assert (stored.version, stored.mod_revision) == (1, written.revision)
 
 
-def test_an_exact_counter_while_etcd_is_killed(fragile: EtcdServer) -> None:
-    """Each increment comes with a receipt; acknowledged or not, it is counted exactly once."""
-    stop = threading.Event()
-    totals = [0, 0, 0]
-
-    def increment(client: EtcdClient, writer: int, number: int) -> bool:
-        now = client.get("/counter", timeout=2).one
-        count = int(now.value.split()[0]) if now else 0
-        receipt = Put(f"/receipt/{writer}", str(number).encode())
-        value = f"{count + 1} {writer} {number}".encode()
-        reads = (Get(Span(receipt.key)),)
-        done = write_once(client, Put("/counter", value), now, also=(receipt,), reads=reads, timeout=2)
-        mine = done.reads[0].one
-        return mine is not None and mine.value == receipt.value
-
-    def work(writer: int) -> None:
-        with connect(fragile.get_endpoint()) as client:
-            while not stop.is_set():
-                number = totals[writer] + 1
-                happened = False
-                while not happened:
-                    try:
-                        receipt = client.get(f"/receipt/{writer}", timeout=2).one
-                        happened = receipt is not None and receipt.value == str(number).encode()
-                        happened = happened or increment(client, writer, number)
-                    except (EtcdUnavailable, OutcomeUnknown):
-                        continue
-                totals[writer] = number
-
-    with futures.ThreadPoolExecutor(len(totals)) as pool:
-        workers = [pool.submit(work, writer) for writer in range(len(totals))]
-        try:
-            for _ in range(6):
-                before = sum(totals)
-                eventually(lambda before=before: sum(totals) > before + 20, what="increments")
-                fragile.kill()
-                fragile.restart()
-        finally:
-            stop.set()
-        for worker in workers:
-            worker.result(DEADLINE)
-    with fragile.get_client() as client:
-        counter = client.get("/counter").one
-        assert counter is not None
-        assert int(counter.value.split()[0]) == counter.version == sum(totals)
-
-
 @pytest.fixture
 def unfriendly() -> Iterator[tuple[EtcdClient, list[str], dict[str, Callable[[Any], Any]]]]:
     """A server that does as it is told: a client of it, the calls that it got, and its answers by method."""
@@ -319,45 +245,6 @@ def test_a_write_that_etcd_did_not_propose_is_sent_again(unfriendly: Any, code: 
     eventually(known, "it is known that nothing was written")
 
 
-def test_reads_are_repeated(unfriendly: Any) -> None:
-    client, calls, answers = unfriendly
-    attempts = itertools.count(1)
-    fail = aborting(grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")
-    answers["Range"] = lambda context: fail(context) if next(attempts) < 4 else b""
-    assert client.get("/key", timeout=DEADLINE).kvs == ()
-    assert calls == ["Range"] * 4
-
-
-def test_a_write_whose_second_answer_is_lost_too_stays_unknown(unfriendly: Any) -> None:
-    """Also where the second try provably never left: nothing is known of the first."""
-    client, calls, answers = unfriendly
-    attempts = itertools.count(1)
-    lost = aborting(grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")
-    refused = aborting(grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
-    answers["Txn"] = lambda context: lost(context) if next(attempts) == 1 else refused(context)
-    with pytest.raises(OutcomeUnknown):
-        write_once(client, Put("/key", b"1"), None, timeout=3)
-    assert len(calls) > 2
-
-
-def test_a_write_is_resolved_as_soon_as_etcd_answers_again(unfriendly: Any) -> None:
-    """Each try is given up in time, not only the first: the election may have taken longer than that."""
-    client, calls, answers = unfriendly
-    attempts = itertools.count(1)
-    begun = []
-
-    def answer(context: Any) -> bytes:
-        begun.append(context.time_remaining())
-        return aborting(grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")(context)
-
-    read = {"response_range": {"kvs": [{"key": b"/key", "value": b"1"}], "count": 1}}
-    done = messages.message("TxnResponse")(succeeded=True, responses=[{"response_put": {}}, read]).SerializeToString()
-    answers["Txn"] = lambda context: answer(context) if next(attempts) < 4 else done
-    assert write_once(client, Put("/key", b"1"), None, timeout=DEADLINE).done
-    assert calls == ["Txn"] * 4
-    assert max(begun) < 2 * WRITE_ATTEMPT_TIMEOUT
-
-
 def test_failover_when_the_member_in_use_is_killed(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
     cluster_client.put("/key", b"before")
     cluster.kill(0)
@@ -410,92 +297,10 @@ def test_a_forked_child_is_refused_and_does_no_harm(client: EtcdClient, prefix: 
     assert client.put(prefix, b"parent").succeeded
 
 
-def test_a_child_of_a_process_that_ever_had_a_client_can_have_none(client: EtcdClient, etcd: EtcdServer) -> None:
-    """No setting makes gRPC safe there; also where the parent has closed its clients."""
-    connect(etcd.get_endpoint()).close()
-    assert in_fork(lambda: connect(etcd.get_endpoint())) == ForkedProcessError.__name__
-    said = in_fork(lambda: str(caught(ForkedProcessError, lambda: connect(etcd.get_endpoint()))))
-    assert "'spawn' or 'forkserver'" in said
-    assert "before the parent makes its first etcd client" in said
-
-
 def caught(kind: type[Exception], use: Callable[[], object]) -> Exception:
     with pytest.raises(kind) as error:
         use()
     return error.value
-
-
-FORKED_FIRST = """
-import os, sys
-import ftcoord
-from ftcoord.config import EtcdConfig
-from ftcoord.etcd.client import EtcdClient
-for _ in range(2):
-    child = os.fork()
-    if child == 0:
-        with EtcdClient(EtcdConfig.load(sys.argv[1])) as client:
-            client.put(f"/forked-first/{os.getpid()}", b"")
-        sys.exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert "grpc" in sys.modules
-with EtcdClient(EtcdConfig.load(sys.argv[1])) as client:
-    print(client.get(f"/forked-first/{child}").count)
-"""
-
-
-def test_children_that_are_forked_before_the_first_client_have_their_own(etcd: EtcdServer) -> None:
-    with python("-c", FORKED_FIRST, etcd.get_endpoint()) as process:
-        assert process.communicate(timeout=DEADLINE)[0] == "1\n"
-
-
-IDLE_CHILDREN = """
-import gc, multiprocessing, os, sys, threading
-from torch.utils.data import DataLoader
-from ftcoord.config import EtcdConfig
-from ftcoord.etcd.api import Get, Span
-from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.session import Session
-gc.freeze()  # collected in the end of each child, all of torch would cost it half a second
-client = EtcdClient(EtcdConfig.load(sys.argv[1], request_timeout=60))
-session = Session(client, 30)
-seen = threading.Semaphore(0)
-watch = client.watch(Span("/idle"), 0, lambda item: seen.release())
-done = threading.Event()
-def call():
-    while not done.is_set():
-        client.range(Get(Span("/idle")))
-threads = [threading.Thread(target=call) for _ in range(2)]
-for thread in threads:
-    thread.start()
-for _ in range(3):
-    assert sum(len(batch) for batch in DataLoader(range(100), batch_size=10, num_workers=2)) == 100
-context = multiprocessing.get_context("fork")
-with context.Pool(2) as pool:
-    assert pool.map(abs, range(-10, 0)) == list(range(10, 0, -1))
-for _ in range(10):
-    process = context.Process(target=sys.exit)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    if (child := os.fork()) == 0:
-        sys.exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-done.set()
-for thread in threads:
-    thread.join()
-assert seen.acquire(timeout=60)
-assert client.put("/idle", b"", session.lease_id).succeeded
-assert seen.acquire(timeout=60)
-session.close()
-print("fine")
-"""
-
-
-def test_children_that_do_not_use_etcd_are_left_alone(etcd: EtcdServer, capfd: pytest.CaptureFixture[str]) -> None:
-    """DataLoader's workers and other forked processes, while calls are under way."""
-    with warm.python("-c", IDLE_CHILDREN, etcd.get_endpoint()) as process:
-        answer, _ = process.communicate(timeout=3 * DEADLINE)
-    assert (process.returncode, answer) == (0, "fine\n"), capfd.readouterr().err
 
 
 HANDLERS = """
@@ -558,15 +363,6 @@ def test_grpcs_fork_handlers_are_off_and_nobody_else_is_told_so(
     assert not any(word in said for word in (ASIDE, WARNED)), said
 
 
-def test_the_users_own_wish_for_fork_handlers_is_heeded_with_a_warning(
-    etcd: EtcdServer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    answer, said = forks(etcd, capfd, "ftcoord first", 0, GRPC_ENABLE_FORK_SUPPORT="true")
-    assert answer == "true"
-    assert said.count(WARNED) == said.count("set GRPC_ENABLE_FORK_SUPPORT=0") == 1
-    assert forks(etcd, capfd, "ftcoord first", 0, GRPC_ENABLE_FORK_SUPPORT="no") == ("no", "")
-
-
 def test_a_grpc_that_was_there_first_is_warned_of(etcd: EtcdServer, capfd: pytest.CaptureFixture[str]) -> None:
     _, said = forks(etcd, capfd, "grpc first", 10, GRPC_VERBOSITY="INFO")
     assert ASIDE in said, "this is how one sees that they are on"
@@ -574,38 +370,6 @@ def test_a_grpc_that_was_there_first_is_warned_of(etcd: EtcdServer, capfd: pytes
     answer, said = forks(etcd, capfd, "grpc first", 50, GRPC_VERBOSITY="INFO", GRPC_ENABLE_FORK_SUPPORT="0")
     assert answer == "0"
     assert not any(word in said for word in (ASIDE, WARNED)), said
-
-
-FORKING = """
-import os, sys
-from ftcoord.config import EtcdConfig
-from ftcoord.etcd.api import Span
-from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.session import Session
-client = EtcdClient(EtcdConfig.load(sys.argv[1]))
-session = Session(client, 60)
-client.put("/key", b"", session.lease_id)
-watch = client.watch(Span("/key"), 1, lambda item: None)
-children = []
-for leave in (sys.exit, os._exit):
-    child = os.fork()
-    if child == 0:
-        client.close()
-        session.close()
-        leave(0)
-    assert os.waitpid(child, 0)[1] == 0
-assert client.put("/key", b"parent", session.lease_id).succeeded
-session.close()
-assert client.get("/key").one is None
-client.close()
-print("fine", os.environ.get("GRPC_VERBOSITY"))
-"""
-
-
-def test_a_child_that_exits_like_any_program_does_no_harm(etcd: EtcdServer) -> None:
-    with python("-c", FORKING, etcd.get_endpoint()) as process:
-        answer, _ = process.communicate(timeout=DEADLINE)
-    assert (process.returncode, answer) == (0, "fine None\n")
 
 
 OUT_OF_REACH = """
@@ -666,25 +430,6 @@ def test_an_error_comes_alone(
     assert "_InactiveRpcError" in caplog.text
 
 
-def test_the_users_own_grpc_verbosity_is_left_alone(etcd: EtcdServer) -> None:
-    program = "import os, ftcoord.etcd.client; print(os.environ['GRPC_VERBOSITY'])"
-    with python("-c", program, env={"GRPC_VERBOSITY": "ERROR"}) as process:
-        assert process.communicate(timeout=DEADLINE)[0] == "ERROR\n"
-
-
-def test_secrets_are_not_shown(fragile: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    config = EtcdConfig.load(fragile.get_endpoint(), user="somebody", password="swordfish", env={})
-    assert config.credentials == Credentials("somebody", "swordfish")
-    with EtcdClient(config) as client:
-        client.watch(Span("/key"), 1, lambda item: None)
-        client.get("/key")
-        fragile.kill()
-        with pytest.raises((EtcdUnavailable, OutcomeUnknown)) as caught:
-            client.put("/key", b"", timeout=0.5)
-        assert "swordfish" not in f"{client!r} {config!r} {config} {caught.value!r} {caplog.text}"
-
-
 # -- closing --------------------------------------------------------------------------------------------------------
 
 
@@ -718,27 +463,6 @@ def test_closing_ends_calls_under_way(fragile: EtcdServer) -> None:
     fragile.resume()
 
 
-def test_closing_while_threads_use_it(etcd: EtcdServer, prefix: str) -> None:
-    """Whatever moment it hits, the calls end with an EtcdError and not with gRPC's ValueError."""
-    for _ in range(20):
-        client = etcd.get_client()
-        seen = []
-
-        def use(client: EtcdClient = client, seen: list[str] = seen) -> None:
-            with contextlib.suppress(ClientClosed, EtcdUnavailable, OutcomeUnknown):
-                while True:
-                    client.put(prefix, b"")
-                    client.get(prefix)
-                    seen.append("")
-
-        with futures.ThreadPoolExecutor(3) as pool:
-            users = [pool.submit(use) for _ in range(3)]
-            eventually(lambda seen=seen: len(seen) > 3, what="calls")
-            client.close()
-            for user in users:
-                assert user.exception(DEADLINE) is None
-
-
 NEVER_CLOSED = """
 import atexit, sys, threading
 atexit.register(lambda: print([t.name for t in threading.enumerate() if t is not threading.main_thread()]))
@@ -759,24 +483,3 @@ def test_a_program_that_closes_nothing_ends_without_threads(etcd: EtcdServer) ->
     with python("-c", NEVER_CLOSED, etcd.get_endpoint()) as process:
         answer, _ = process.communicate(timeout=DEADLINE)
     assert (process.returncode, answer) == (0, "[]\n")
-
-
-def test_no_thread_is_left_behind(etcd: EtcdServer, prefix: str) -> None:
-    before = set(threading.enumerate())
-    with etcd.get_client() as client:
-        client.watch(Span(prefix), 1, lambda item: None)
-        client.renew(client.grant(60).id)
-    eventually(lambda: set(threading.enumerate()) <= before, what="the end of its threads")
-
-
-def test_the_messages_carry_etcds_field_numbers() -> None:
-    """As published in etcd's rpc.proto, spot-checked where a mistake would go unnoticed by other tests."""
-    txn = messages.message("TxnRequest")(compare=[{"result": 3, "target": 4, "key": b"k", "lease": 7}])
-    assert txn.SerializeToString() == b"\x0a\x09\x08\x03\x10\x04\x1a\x01k\x40\x07"
-    assert messages.message("RangeRequest")(max_create_revision=5).SerializeToString() == b"\x68\x05"
-
-
-def test_ipv6_is_part_of_this_machine() -> None:
-    """test_names_and_addresses needs it; said here in words."""
-    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
-        probe.bind(("::1", 0))

@@ -14,8 +14,9 @@ from pages import PrefixProxy, page, write_history, write_quorum, write_run, wri
 
 from ftcoord.core import death_records
 from ftcoord.core.death_records import Death
-from ftcoord.core.event_records import HistoryEvent, WorkerFailure
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import KEY_PREFIX, death_key, member_id, member_of, members_span, run_prefix
+from ftcoord.core.rendezvous_records import WorkerFailure
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient

@@ -10,11 +10,10 @@ import inspect
 import itertools
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import forgettable
 import pytest
@@ -24,11 +23,7 @@ from helpers import DEADLINE, eventually
 
 from ftcoord import concurrency
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdAuthError, ThreadNotStarted
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc import messages
-from ftcoord.etcd.rpc.transport import Transport
-from ftcoord.etcd.rpc.watch import WatchHub
 
 pytestmark = pytest.mark.sentinel
 PUBLIC_MODULES = ("ftcoord", "ftcoord.coordination", "ftcoord.timer", "ftcoord.store")
@@ -51,8 +46,8 @@ NOTHING_TO_CLOSE = {
 """Values; and what uses another's client, and writes under leases that nobody renews."""
 ONE_OF_EACH_KIND = ("EtcdClient", "EtcdStore", "Gateway", "ManagerServer", "Session")
 """A member of a group, a watch, what needs torch, a server of gRPC's, one with a port, a lease."""
-DROPPED = sorted(MAKERS.keys() - {"EtcdStore"})
-"""All but stores, which stay open for C++: see tests/contract/test_store_ends.py."""
+DROPPED = sorted(MAKERS.keys() - {"EtcdStore", "EtcdTimerServer"})
+"""All but stores, which stay open for C++ (tests/contract/test_store_ends.py), and what works until it is stopped."""
 LOADS_TORCH = {"EtcdRendezvousHandler", "EtcdStore", "EtcdTimerClient", "EtcdTimerServer"}
 STRICT = ("-X", "dev", "-W", "ignore")
 PROGRAM = str(Path(forgettable.__file__))
@@ -173,16 +168,6 @@ def test_the_end_of_the_process(name: str, start: Start, home: EtcdServer, run: 
     assert not now()
 
 
-@pytest.mark.parametrize("name", ["LighthouseClient"])
-@pytest.mark.parametrize(("end", "code"), [("raise", 1), ("thread", 3)])
-def test_other_ends_of_the_process(
-    end: str, code: int, name: str, start: Start, home: EtcdServer, run: str, now: Callable[[], Left]
-) -> None:
-    """By an exception, and by sys.exit after a thread has called that in vain."""
-    assert end_of(start, name, home, run, end)[0] == code
-    assert not now()
-
-
 @pytest.mark.parametrize("name", [*ONE_OF_EACH_KIND, "EtcdRendezvousHandler", "EtcdTimerServer"])
 def test_the_end_of_the_process_while_etcd_is_away(name: str, start: Start, fragile: EtcdServer, run: str) -> None:
     """Without a word of what does not matter any longer, and without waiting for each request's time-out."""
@@ -212,102 +197,3 @@ def test_a_forked_child_that_ends(
 
 
 WITHOUT_LEASE = {"EtcdClient", "EtcdServer", "Gateway"}
-
-
-class Fault:
-    """Fails the call with one number."""
-
-    def __init__(self, at: int, error: Callable[[], Exception]) -> None:
-        self._left, self._error = at, error  # not the error itself: its traceback would keep what is dropped
-        self.struck = False
-
-    def strike(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self.struck = True
-            raise self._error()
-
-
-def no_thread(monkeypatch: pytest.MonkeyPatch, at: int) -> Fault:
-    """One thread cannot be started."""
-    fault, real = Fault(at, lambda: ThreadNotStarted("one", RuntimeError("made by the test"))), concurrency.thread
-
-    class Failing(threading.Thread):
-        def start(self) -> None:
-            fault.strike()
-            super().start()
-
-    def thread(target: Callable[..., object], name: str, *args: object) -> concurrency.Thread:
-        return Failing(target=target, name=name, args=args, daemon=True)
-
-    assert isinstance(real(print, "one"), threading.Thread)
-    monkeypatch.setattr(concurrency, "thread", thread)
-    return fault
-
-
-def refused(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, at: int) -> Fault:
-    """One request is refused, but none that revokes: the lease would stay until it expires, as it should."""
-    fault, real = Fault(at, lambda: EtcdAuthError("refused by the test")), getattr(owner, method)
-
-    def fail_or_call(self: object, what: object, *arguments: Any, **more: Any) -> Any:
-        if what is not messages.REVOKE:
-            fault.strike()
-        return real(self, what, *arguments, **more)
-
-    monkeypatch.setattr(owner, method, fail_or_call)
-    return fault
-
-
-FAULTS: dict[str, Callable[[pytest.MonkeyPatch, int], Fault]] = {
-    "no thread": no_thread,
-    "request refused": lambda monkeypatch, at: refused(monkeypatch, Transport, "call", at),
-    "watch refused": lambda monkeypatch, at: refused(monkeypatch, WatchHub, "add", at),
-}
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", [name for name in DROPPED if name != "EtcdServer"])
-def test_one_that_could_not_be_made(name: str, fault: str, home: EtcdServer, now: Callable[[], Left], run: str) -> None:
-    """Each step of making it fails in turn."""
-    for at in itertools.count(1):
-        made = list[object]()
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            injected = FAULTS[fault](monkeypatch, at)
-            error: Exception | None = None
-            try:
-                made.append(MAKERS[name](home.get_endpoint(), run))
-            except Exception as caught:  # whatever its user is told
-                error = caught
-        assert error is None or injected.struck, error
-        error = None
-        made.clear()  # only now, so that the faults are those of making it
-        gc.collect()
-        nothing(now)
-        if not injected.struck:
-            return
-
-
-def test_a_timer_server_that_has_met_an_error(
-    home: EtcdServer, run: str, now: Callable[[], Left], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also at once: the error keeps nothing."""
-    with monkeypatch.context() as patch:
-        fault = refused(patch, WatchHub, "add", 1)
-        made = [MAKERS["EtcdTimerServer"](home.get_endpoint(), run)]
-    assert fault.struck
-    made.clear()
-    nothing(now)
-
-
-@pytest.mark.parametrize("name", ["EtcdClient", "LighthouseClient", "Session"])
-def test_a_hundred_that_are_dropped(name: str, home: EtcdServer, run: str, now: Callable[[], Left]) -> None:
-    """No lease, thread or key stays. gRPC keeps a few descriptors for its next channel, but not more and more."""
-    files = []
-    for count in (10, 100):
-        many = [MAKERS[name](home.get_endpoint(), f"{run}/{count}-{number}") for number in range(count)]
-        many.clear()
-        nothing(now)
-        gc.collect()
-        files.append(len(os.listdir("/proc/self/fd")))
-    assert files[1] <= files[0] + 2, files

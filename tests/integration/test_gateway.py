@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,29 +16,20 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from cutting import Cutter
-from helpers import DEADLINE, eventually, freeze, python
-from natives import TIMED_OUT, Natives
+from helpers import DEADLINE, eventually
+from natives import Natives
 
 from benchmarks.metrics import Load
 from ftcoord import EtcdServer, cli
 from ftcoord.config import EtcdConfig
-from ftcoord.coordination import (
-    Gateway,
-    LighthouseClient,
-    ManagerClient,
-    ManagerServer,
-    gateway_limits,
-    gateway_sessions,
-)
+from ftcoord.coordination import Gateway, LighthouseClient, gateway_sessions
 from ftcoord.coordination.address import fresh_name, parse_address
-from ftcoord.coordination.gateway_limits import MOST_WAITING_OF_ID
 from ftcoord.coordination.gateway_sessions import CUT_OFF, QUIET_FOR
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.quiet_grpc import grpc
+from ftcoord.etcd.quiet_grpc import grpc
 
 pytestmark = pytest.mark.skipif(
     sys.version_info >= (3, 14) or (sys.platform, platform.machine()) != ("linux", "x86_64"),
@@ -150,13 +139,6 @@ def test_two_native_groups_form_a_quorum(natives: Natives, gateway: Gateway) -> 
     assert natives.do("metadata", address=address, rank=0).result(DEADLINE) == "weights of a"
 
 
-def test_the_id_changes_with_the_members_and_with_failed_commits(natives: Natives, gateway: Gateway) -> None:
-    natives.manage(gateway.address(), "a", "b")
-    ids = [natives.ask("a", "b", step=step)[0]["quorum_id"] for step in range(3)]
-    ids.append(natives.ask("a", "b", step=3, failures=1)[1]["quorum_id"])
-    assert ids == [1, 1, 1, 2]
-
-
 def test_two_gateways_are_one(natives: Natives, etcd: EtcdServer) -> None:
     job = job_of(etcd, min_replicas=4)
     with Gateway(job) as gateway, Gateway(job) as other:
@@ -166,37 +148,6 @@ def test_two_gateways_are_one(natives: Natives, etcd: EtcdServer) -> None:
             told = natives.ask("a", "b", "c", "d", step=step)
             assert [one["replica_rank"] for one in told] == [0, 1, 2, 3]
             assert {one["quorum_id"] for one in told} == {1}
-
-
-def test_native_and_drop_in_replicas_meet(natives: Natives, gateway: Gateway, job: str) -> None:
-    natives.manage(gateway.address(), "a", "c")
-    eventually(lambda: members(job) == 2, "they beat")
-    server = ManagerServer("b", job, "localhost", "[::]:0", "store-of-b", 1, timedelta(seconds=1), LIMIT, 0)
-    client = ManagerClient(server.address(), LIMIT)
-    try:
-        for step in range(3):
-            calls = [natives.do("quorum", name=name, step=step, failures=step) for name in "ac"]
-            told = client._quorum(0, step, "", False, False, 0, LIMIT)
-            a, c = (one.result(DEADLINE) for one in calls)
-            assert (told.quorum_id, told.replica_ids, told.replica_rank) == (step + 1, ["a", "b", "c"], 1)
-            assert (a["quorum_id"], a["replica_ids"], c["replica_rank"]) == (step + 1, ["a", "b", "c"], 2)
-            assert told.max_step == a["max_step"] == step
-    finally:
-        server.shutdown()
-
-
-def test_what_a_replica_sends_all_are_told(natives: Natives, gateway: Gateway) -> None:
-    request = {"address": "tcp://ä", "store_address": "s", "step": -7, "world_size": 3, "shrink_only": True}
-    calls = [
-        natives.do("client_quorum", lighthouse=gateway.address(), name=name, timeout=DEADLINE, **request, data=data)
-        for name, data in (("x", {"a": [1, None]}), ("y", None))
-    ]
-    told = [one.result(DEADLINE) for one in calls]
-    assert told[0] == told[1]
-    x, y = told[0]["members"]
-    assert x == {"replica_id": "x", **request, "data": {"a": [1, None]}}
-    assert y["data"] is None
-    assert abs(told[0]["created"] - time.time()) < 3600
 
 
 def test_a_request_that_is_too_large_is_refused_to_its_sender(natives: Natives, gateway: Gateway, job: str) -> None:
@@ -213,52 +164,11 @@ def test_a_request_that_is_too_large_is_refused_to_its_sender(natives: Natives, 
     assert asked(job) == 0
 
 
-def test_a_call_whose_time_is_over_says_so_and_does_not_ask_any_more(natives: Natives, etcd: EtcdServer) -> None:
-    job = job_of(etcd, heartbeat_timeout_ms=60_000)
-    with Gateway(job) as gateway:
-        natives.do("beat", lighthouse=gateway.address(), name="x").result(DEADLINE)
-        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1.0)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            call.result(DEADLINE)
-        eventually(lambda: members(job) and not asked(job), "the request is taken back")
-
-
-def test_the_gateway_itself_says_so_too(natives: Natives, etcd: EtcdServer) -> None:
-    job = job_of(etcd, heartbeat_timeout_ms=60_000)
-    with Gateway(job) as gateway:
-        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=10.0)
-        eventually(lambda: asked(job) == 1 or call.done(), "it asks")
-        freeze(natives.pid)  # its own clock does not see the time-out first
-        eventually(lambda: not asked(job), "its time is over")
-        os.kill(natives.pid, signal.SIGCONT)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            call.result(DEADLINE)
-
-
 def test_a_caller_that_is_killed_does_not_ask_any_more(natives: Natives, gateway: Gateway, job: str) -> None:
     natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1000)
     eventually(lambda: asked(job) == 1, "it asks")
     natives.kill()
     eventually(lambda: not asked(job), "the request is taken back, long before its time is over")
-
-
-def test_a_caller_that_hangs_does_not_ask_any_more(natives: Natives, etcd: EtcdServer) -> None:
-    job = job_of(etcd, heartbeat_timeout_ms=4000)
-    with Gateway(job) as gateway:
-        natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1000)
-        eventually(lambda: asked(job) == 1, "it asks")
-        freeze(natives.pid)
-        eventually(lambda: not asked(job), "the request is taken back, long before its time is over")
-        eventually(lambda: not members(job), "it is gone")
-
-
-def test_a_gateway_without_etcd_says_so(fragile: EtcdServer) -> None:
-    job = job_of(fragile)
-    fragile.stop()
-    with process(job) as gateway:
-        error = gateway.error_line()
-        assert error.startswith("ftcoord: replicas will wait until etcd can be reached")
-        assert gateway.end(signal.SIGTERM)[0] == 0
 
 
 def test_one_that_beats_is_waited_for_until_it_is_silent(natives: Natives, etcd: EtcdServer) -> None:
@@ -269,24 +179,6 @@ def test_one_that_beats_is_waited_for_until_it_is_silent(natives: Natives, etcd:
         told = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=DEADLINE).result(DEADLINE)
         assert time.monotonic() - last_beat > 3.9
         assert [one["replica_id"] for one in told["members"]] == ["x"]
-
-
-def test_short_heartbeat_time_outs_are_kept(natives: Natives, etcd: EtcdServer) -> None:
-    job = job_of(etcd, heartbeat_timeout_ms=2900)
-    with Gateway(job) as gateway:
-        natives.manage(gateway.address(), "a", "b", "c")
-        with Natives() as mortal:
-            mortal.manage(gateway.address(), "d")
-            eventually(lambda: members(job) == 4, "all have beaten")
-            others = [natives.do("quorum", name=name) for name in "abc"]
-            mortal.ask("d")
-            assert {one.result(DEADLINE)["replica_world_size"] for one in others} == {4}
-            silent_at = time.monotonic()
-            freeze(mortal.pid)
-            assert natives.ask("a", "b", "c", step=1)[0]["replica_world_size"] == 3
-        assert time.monotonic() - silent_at > 1.0
-        threading.Event().wait(2 * 2.9)  # nobody is called dead who beats
-        assert natives.ask("a", "b", "c", step=2)[0]["replica_world_size"] == 3
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::]:0", "[::1]:0"])
@@ -309,21 +201,6 @@ def test_a_native_replica_that_is_killed_is_out_at_once(natives: Natives, etcd: 
         assert time.monotonic() - died_at < DEADLINE / 2
         threading.Event().wait(10 * QUIET_FOR)
         assert members(job) == 2
-
-
-def test_a_native_replica_that_connects_again_is_the_same_member(natives: Natives, etcd: EtcdServer) -> None:
-    """Its connections are cut in turn by what stands between; each time it beats again through the next one."""
-    job = job_of(etcd, min_replicas=1, heartbeat_timeout_ms=int(DEADLINE * 1000))
-    with Gateway(job) as gateway, Cutter(int(gateway.address().rpartition(":")[2])) as cutter:
-        natives.manage(f"http://127.0.0.1:{cutter.port}", "a")
-        eventually(lambda: members(job) == 1, "it has beaten")
-        before = member_keys(job)
-        for taken in range(cutter.taken, cutter.taken + 5):
-            threading.Event().wait(5 * QUIET_FOR)  # for it to beat often enough
-            cutter.cut()
-            eventually(lambda: cutter.taken > taken, "it connects again")  # noqa: B023
-        threading.Event().wait(5 * QUIET_FOR)
-        assert member_keys(job) == before
 
 
 def test_one_that_connects_for_each_beat_has_its_heartbeat_time_out(etcd: EtcdServer) -> None:
@@ -384,65 +261,6 @@ def test_nobody_hangs_when_one_of_two_gateways_is_killed(natives: Natives, job: 
             assert a["quorum_id"] == b["quorum_id"]
 
 
-def test_ids_grow_though_every_gateway_and_replica_is_new(natives: Natives, job: str) -> None:
-    with Gateway(job) as first, Natives() as before:
-        before.manage(first.address(), "a", "b")
-        assert before.ask("a", "b")[0]["quorum_id"] == 1
-    with Gateway(job) as second:
-        natives.manage(second.address(), "c", "d")
-        assert natives.ask("c", "d")[0]["quorum_id"] == 2
-
-
-def test_a_replica_goes_to_and_fro_between_gateways(natives: Natives, etcd: EtcdServer) -> None:
-    job = job_of(etcd, heartbeat_timeout_ms=60_000)
-    with Gateway(job) as gateway, Gateway(job) as other:
-        natives.manage(gateway.address(), "b")
-        for lighthouse in (gateway, other, gateway, other, gateway):
-            began = time.monotonic()
-            roams = natives.do("client_quorum", lighthouse=lighthouse.address(), name="a", timeout=DEADLINE)
-            natives.ask("b")
-            assert len(roams.result(DEADLINE)["members"]) == 2
-            assert time.monotonic() - began < 50, "nobody waits until its other self is silent"
-
-
-def test_etcd_is_restarted(natives: Natives, fragile: EtcdServer) -> None:
-    job = job_of(fragile)
-    with Gateway(job) as gateway:
-        natives.manage(gateway.address(), "a", "b", retries=3)
-        assert natives.ask("a", "b")[0]["quorum_id"] == 1
-        waiting = natives.do("quorum", name="a", step=1, failures=1)
-        eventually(lambda: asked(job) == 3, "a asks")
-        fragile.restart()
-        (b,) = natives.ask("b", step=1)
-        assert b["quorum_id"] == waiting.result(DEADLINE)["quorum_id"] == 2
-
-
-def test_without_etcd_calls_wait_and_time_out(natives: Natives, fragile: EtcdServer) -> None:
-    job = job_of(fragile, min_replicas=1)
-    fragile.stop()
-    with Gateway(job) as gateway:
-        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=1.0)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            call.result(DEADLINE)
-        began = time.monotonic()
-    assert time.monotonic() - began < DEADLINE, "it ends all the same"
-
-
-def test_with_a_hanging_etcd_calls_time_out(natives: Natives, fragile: EtcdServer) -> None:
-    job = job_of(fragile)
-    with Gateway(job) as gateway:
-        natives.do("beat", lighthouse=gateway.address(), name="x").result(DEADLINE)
-        fragile.pause()
-        call = natives.do("client_quorum", lighthouse=gateway.address(), name="x", timeout=2.0)
-        freeze(natives.pid)
-        threading.Event().wait(2.5)
-        os.kill(natives.pid, signal.SIGCONT)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            call.result(DEADLINE)
-        fragile.resume()
-        eventually(lambda: not asked(job), "the request is taken back")
-
-
 def test_heartbeats_write_nothing(natives: Natives, fragile: EtcdServer) -> None:
     names = ("a", "b", "c", "d")
     with Gateway(job_of(fragile, min_replicas=4)) as gateway:
@@ -500,21 +318,6 @@ sys.stdin.readline()
 """
 
 
-def test_a_call_that_waits_does_not_keep_the_process_from_ending(job: str) -> None:
-    """Python waits for the threads of its own executors before it tells anybody that the process ends."""
-    with python("-c", ENDS, job) as process:
-        assert process.stdout is not None
-        target = process.stdout.readline().strip().removeprefix("http://")
-        with grpc.insecure_channel(target) as channel:
-            call = channel.unary_unary("/torchft.LighthouseService/Quorum").future(
-                text(1, text(1, "x")), timeout=10 * DEADLINE
-            )
-            eventually(lambda: asked(job), "the request")
-            process.communicate("\n", timeout=DEADLINE)
-            assert process.returncode == 0
-            assert call.exception(timeout=DEADLINE).code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
-
-
 @pytest.mark.parametrize("body", [b"", b"\xff", b"\x0a\x05\x3a\x03{x}"])
 def test_what_is_no_request_is_refused(gateway: Gateway, body: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     call = raw_call(gateway, "Quorum")
@@ -522,13 +325,6 @@ def test_what_is_no_request_is_refused(gateway: Gateway, body: bytes, capfd: pyt
         call(body, timeout=DEADLINE)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert capfd.readouterr() == ("", "")
-
-
-def test_handles_of_nightly_builds_are_passed_on(etcd: EtcdServer) -> None:
-    member = text(1, "x") + text(9, "handle of rank 0") + text(9, "")
-    with Gateway(job_of(etcd, min_replicas=1)) as gateway:
-        answer = raw_call(gateway, "Quorum")(text(1, member), timeout=DEADLINE)
-    assert text(2, member) in answer
 
 
 def test_a_native_replica_that_is_killed_died_and_did_not_leave(
@@ -556,20 +352,9 @@ def test_a_native_replica_that_is_killed_died_and_did_not_leave(
     assert any("counts as dead" in one.getMessage() and CUT_OFF in one.getMessage() for one in caplog.records)
 
 
-def test_a_later_call_of_a_replica_ends_its_oldest_ones(gateway: Gateway) -> None:
-    """Else one broken caller takes all threads, and no beat of another is answered."""
-    call = raw_call(gateway, "Quorum")
-    waiting = [call.future(text(1, text(1, "x")), timeout=DEADLINE) for _ in range(MOST_WAITING_OF_ID + 20)]
-    eventually(lambda: sum(one.done() for one in waiting) == 20, "all but the last ones have ended")
-    raw_call(gateway, "Heartbeat")(text(1, "y"), timeout=DEADLINE)
-    assert {one.code() for one in waiting if one.done()} == {grpc.StatusCode.CANCELLED}
-    for one in waiting:
-        one.cancel()
-
-
 def test_one_address_takes_only_a_share_of_a_gateway(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_sessions, "MOST_IDS_OF_ADDRESS", 2)
-    monkeypatch.setattr(gateway_limits, "MOST_WAITING_OF_ADDRESS", 1)
+    monkeypatch.setattr(gateway_sessions, "MOST_WAITING_OF_ADDRESS", 1)
     with Gateway(job) as gateway:
         beat, call = raw_call(gateway, "Heartbeat"), raw_call(gateway, "Quorum")
         for name in "xyx":
@@ -591,23 +376,6 @@ def test_one_address_takes_only_a_share_of_a_gateway(job: str, monkeypatch: pyte
 
         eventually(waits, "there is room again")
         calls[-1].cancel()
-
-
-def test_idle_connections_of_a_stranger_do_not_keep_a_gateway_from_etcd(natives: Natives, fragile: EtcdServer) -> None:
-    """They would take all of its file descriptors, and with them the next connection to etcd."""
-    job, most = job_of(fragile), 256
-    with contextlib.ExitStack() as stack:
-        gateway = stack.enter_context(process(job, descriptors=most))
-        natives.manage(gateway.address, "a", "b", retries=20)
-        assert natives.ask("a", "b")[0]["quorum_id"] == 1
-        for _ in range(most + 50):
-            stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), DEADLINE))
-        fragile.kill()
-        threading.Event().wait(3)  # the descriptor of the connection that broke is there for who waits to be accepted
-        fragile.restart()
-        began = time.monotonic()
-        assert natives.ask("a", "b", step=1)[0]["replica_world_size"] == 2
-        assert time.monotonic() - began < DEADLINE / 3
 
 
 def raw_call(gateway: Gateway, method: str) -> Callable[..., bytes]:

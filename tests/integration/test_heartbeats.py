@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
-from helpers import DEADLINE, eventually, in_fork, python
+from helpers import DEADLINE, eventually, python
 
 import ftcoord
-from ftcoord.core.heartbeats import HeartbeatEvent
-from ftcoord.core.layout import KEY_PREFIX, heartbeats_span, run_prefix
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import ClientClosed, EtcdUnavailable, ForkedProcessError, OutcomeUnknown
-from ftcoord.etcd.api import Get, KeyValue, Span
+from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.heartbeat import HeartbeatWatch
+from ftcoord.heartbeat import HeartbeatEvent, HeartbeatWatch
 from ftcoord.primitives.leased_key import LeasedKey
 
 
@@ -51,11 +48,6 @@ def watching(run: str, endpoint: str) -> Iterator[Events]:
         events = Events(watch)
         yield events
     events.ends()
-
-
-def keys_of(client: EtcdClient, run: str) -> Sequence[KeyValue]:
-    span = heartbeats_span(run_prefix(KEY_PREFIX, run))
-    return client.range(Get(span)).kvs
 
 
 def test_one_comes_changes_and_leaves(etcd: EtcdServer, prefix: str) -> None:
@@ -97,16 +89,6 @@ def test_an_outage_loses_nobody(fragile: EtcdServer) -> None:
         assert events.is_quiet()
 
 
-def test_a_heartbeat_that_etcd_lost_comes_back(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
-    endpoint = etcd.get_endpoint()
-    with ftcoord.Heartbeat(prefix, "a", 6, 1, etcd=endpoint), watching(prefix, endpoint) as events:
-        assert events.next() == HeartbeatEvent("joined", "a", 1)
-        for _ in range(2):
-            client.revoke(keys_of(client, prefix)[0].lease)
-            assert events.next() == HeartbeatEvent("lost", "a", 1, "expired")
-            assert events.next() == HeartbeatEvent("joined", "a", 1)
-
-
 def test_without_etcd_there_is_no_heartbeat(fragile: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftcoord.heartbeat.HEARTBEAT_TIMEOUT", 0.5)
     fragile.kill()
@@ -122,29 +104,6 @@ def key(client: EtcdClient, prefix: str) -> Iterator[LeasedKey]:
     made = LeasedKey(client, 10, lambda lease: f"{prefix}/a", "things")
     yield made
     made.close(5)
-
-
-def test_somebody_elses_word_is_overwritten(key: LeasedKey, client: EtcdClient, prefix: str) -> None:
-    key.put(b"mine")
-    assert key.wait(DEADLINE)
-    for theirs in (lambda: client.put(f"{prefix}/a", b"theirs"), lambda: client.delete(Span(f"{prefix}/a"))):
-        theirs()
-        key.put(b"mine again")
-        assert key.wait(DEADLINE)
-        found = client.get(f"{prefix}/a").one
-        assert found is not None
-        assert found.value == b"mine again"
-
-
-def test_it_ends_with_its_owner(key: LeasedKey, client: EtcdClient, prefix: str) -> None:
-    key.put(b"1")
-    assert key.wait(DEADLINE)
-    assert in_fork(lambda: key.put(b"2")) == ForkedProcessError.__name__
-    assert in_fork(lambda: key.close(1)) == "None"
-    key.close(5)
-    assert client.get(f"{prefix}/a").one is None
-    with pytest.raises(ClientClosed):
-        key.put(b"2")
 
 
 def test_in_an_outage_one_waits_and_then_nobody(fragile: EtcdServer) -> None:

@@ -17,7 +17,7 @@ import pytest
 import rdzv_nodes
 from helpers import DEADLINE, eventually
 
-from ftcoord.embedded.binary import find_etcd
+from ftcoord.embedded.server import find_etcd
 
 HOSTS = {"hosta": "10.77.0.1", "hostb": "10.77.0.2"}
 NEEDED = ("ip", "nsenter", "unshare")

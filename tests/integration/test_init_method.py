@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 import warm
 from etcd_cluster import EtcdCluster
-from helpers import DEADLINE, eventually
-from rdzv_nodes import keys_under
+from helpers import DEADLINE
 
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.etcd.client import EtcdClient
 
 SCRIPT = Path(__file__).parent / "scripts" / "world.py"
 Process = subprocess.Popen[str]
@@ -82,28 +80,6 @@ def test_a_world_of_all_that_come_during_the_last_call(etcd: EtcdServer) -> None
         end(processes)
 
 
-def test_a_run_that_is_started_again_meets_nothing_of_its_former_life(etcd: EtcdServer, client: EtcdClient) -> None:
-    """After an end in peace, and after kill -9."""
-    url = f"etcd://{etcd.get_endpoint()}/again?lease_ttl=2&run_ttl=9&history_ttl=9"
-    first = [[url, rank, 2] for rank in range(2)]
-    with world(*first) as processes:
-        assert told(processes) == expected(2)
-        end(processes)
-    with world(*first) as processes:
-        assert told(processes) == expected(2)
-        for process in processes:
-            process.kill()
-        with world(*first) as again:
-            assert told(again) == expected(2)
-            end(again)
-
-    def remembered() -> list[str]:
-        """But for the causes of deaths: these stay for an hour."""
-        return [key for key in keys_under(client, "/ftcoord/v1/again/") if "/deaths/" not in key]
-
-    eventually(lambda: not remembered(), lambda: f"its keys expire, and not only {remembered()}")
-
-
 def test_processes_that_live_on_meet_again(etcd: EtcdServer) -> None:
     """destroy_process_group(), and init_process_group() with the same URL."""
     url = f"etcd://{etcd.get_endpoint()}/once-more"
@@ -115,28 +91,6 @@ def test_processes_that_live_on_meet_again(etcd: EtcdServer) -> None:
             process.stdin.flush()
         assert told(processes) == expected(2)
         end(processes)
-
-
-def test_processes_that_live_on_meet_again_in_a_smaller_world(etcd: EtcdServer) -> None:
-    """The first one to come back wants a world that contradicts those of the others, which are about to leave."""
-    url = f"etcd://{etcd.get_endpoint()}/smaller"
-    with world([url, 0, 2], [url, 1, 2]) as processes:
-        assert told(processes) == expected(2)
-        alone = processes[0]
-        assert alone.stdin is not None
-        alone.stdin.write("1\n")
-        alone.stdin.flush()
-        end(processes[1:])
-        assert told([alone]) == expected(1)
-        end([alone])
-
-
-def test_one_rank_for_two_is_refused(etcd: EtcdServer) -> None:
-    url = f"etcd://{etcd.get_endpoint()}/twice"
-    with world([url, 0, 2], [url, 0, 2]) as processes:
-        eventually(lambda: any(process.poll() for process in processes), what="one of them ends")
-        loser = next(process for process in processes if process.poll())
-        assert "give each process a rank of its own" in loser.communicate()[1]
 
 
 def test_a_member_of_etcd_that_is_down(cluster: EtcdCluster) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
-from helpers import DEADLINE, eventually
+from helpers import DEADLINE, eventually, rdzv_settings
 from rdzv_nodes import spawn
 
 from ftcoord.core.layout import decided_key, roll_span, rolls_span
@@ -15,7 +15,6 @@ from ftcoord.core.rendezvous_records import AnyRound, RoundHead, parse_decided
 from ftcoord.etcd.api import Get
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.rendezvous.node import Node
-from ftcoord.rendezvous.settings import RendezvousSettings
 
 NODES = 100
 
@@ -26,7 +25,7 @@ class LightAgents:
     def __init__(self, client: EtcdClient, run_id: str, nodes: int) -> None:
         self._client = client
         # With the time-outs of a crowded machine: this test is about seats, not about seconds.
-        self.settings = RendezvousSettings("etcd-v3", run_id, nodes, nodes, None, None, lease_ttl=60, join_timeout=600)
+        self.settings = rdzv_settings((nodes, nodes), run_id, lease_ttl=60, join_timeout=600)
         self.nodes: list[Node] = []
 
     def add(self, count: int) -> list[Node]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import re
 import signal
@@ -20,7 +19,6 @@ from pathlib import Path
 import pytest
 from helpers import DEADLINE, eventually, own_port
 from jobs import Job
-from metrics_served import stop_serving
 from monitored import dashboard, named_in, rules
 from natives import Natives
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -29,7 +27,7 @@ from rdzv_nodes import MakeNodes
 
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import ManagerClient, ManagerServer
-from ftcoord.core.layout import KEY_PREFIX, decided_key, event_key, run_prefix
+from ftcoord.core.layout import KEY_PREFIX, decided_key, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ServerError
 from ftcoord.etcd.client import EtcdClient
@@ -38,7 +36,6 @@ from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, serve_proces
 from ftcoord.metrics.process import collect_process
 from ftcoord.operator import metrics as runs
 from ftcoord.operator.metrics import RunsCollector
-from ftcoord.primitives.session import Session
 
 LONG = timedelta(seconds=DEADLINE)
 ANY_PORT = MetricsAddress("127.0.0.1", 0)
@@ -165,33 +162,22 @@ def test_an_etcd_that_is_away_is_told_and_nothing_else(fragile: EtcdServer, capl
         for _ in range(2):
             assert scrape(server.url) == {"ftcoord_etcd_up": {(): 0}}
         (warned,) = (one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING)
-        assert "etcd cannot be read, so nothing is told of runs" in warned
+        assert "cannot read etcd, so only ftcoord_etcd_up is exported" in warned
         fragile.restart()
         eventually(lambda: scrape(server.url)["ftcoord_etcd_up"] == {(): 1}, "etcd is back")
 
 
-def test_jobs_of_which_only_the_history_is_left_do_not_hide_live_ones(
+def test_jobs_beyond_the_first_are_counted(
     etcd: EtcdServer, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "MOST_RUNS", 2)
-    for job in ("a1", "a2", "a3"):
-        client.put(event_key(run_prefix("/past", job), 1, "w", 0), b"{}")
     for job in ("b1", "b2", "b3"):
         client.put(decided_key(run_prefix("/past", job)), b"{}")
     config = EtcdConfig.load(etcd.get_endpoint(), env={})
     found = {one.name: one.samples for one in RunsCollector(config, "/past").collect()}
     assert {sample.labels["run"] for sample in found["ftcoord_run_healthy"]} == {"b1", "b2"}
     assert found["ftcoord_runs"][0].value == 3
-    assert found["ftcoord_runs_untold"][0].value == 1
-
-
-def test_a_lease_with_a_short_ttl_is_not_at_risk(client: EtcdClient) -> None:
-    assert not [one for one in collect_process() if one.name == "ftcoord_lease_remaining_ratio" and one.samples]
-    with Session(client, 2):
-        found = {one.name: one.samples for one in collect_process()}
-        ((share,), (left,)) = (found[f"ftcoord_lease_remaining_{unit}"] for unit in ("ratio", "seconds"))
-    assert 0.34 < share.value <= 1
-    assert left.value <= 2  # which is why no number of seconds can be the alert's
+    assert found["ftcoord_runs_not_exported"][0].value == 1
 
 
 def test_a_scrape_that_fails_hurts_nobody(url: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -209,50 +195,6 @@ def test_a_scrape_that_fails_hurts_nobody(url: str, capfd: pytest.CaptureFixture
         broken.clear()
         assert scrape(server.url) == {"a": {(): 1}}
     assert scrape(url)["ftcoord_info"]
-
-
-def test_a_server_is_gone_when_it_is_closed_or_forgotten() -> None:
-    closed, forgotten = (MetricsServer(ANY_PORT, collect_process) for _ in range(2))
-    urls = [closed.url, forgotten.url]
-    closed.close()
-    closed.close()
-    del forgotten
-    for url in urls:
-        eventually(lambda url=url: not answers(url), f"{url} is gone")  # type: ignore[misc]
-
-
-def answers(url: str) -> bool:
-    try:
-        scrape(url)
-    except (urllib.error.URLError, OSError):
-        return False
-    return True
-
-
-def test_a_process_has_one_server_of_its_metrics(url: str) -> None:
-    assert (serve_process(ANY_PORT), serve_process(None)) == (url, None)
-    assert answers(url)
-
-
-def test_a_forked_child_neither_serves_nor_holds_the_port(url: str) -> None:
-    """Its parent may end, and be started again at the same port."""
-    read, write = os.pipe()
-    port = int(url.rpartition(":")[2].partition("/")[0])
-    pid = os.fork()
-    if not pid:
-        os.close(write)
-        stop_serving()
-        os.read(read, 1)  # until the parent lets it end
-        os._exit(0)
-    try:
-        assert answers(f"http://127.0.0.1:{port}/metrics")
-        stop_serving()
-        with MetricsServer(MetricsAddress("127.0.0.1", port), collect_process) as again:
-            assert answers(again.url)
-    finally:
-        os.close(write)
-        os.waitpid(pid, 0)
-        os.close(read)
 
 
 def test_a_taken_port_is_an_error_of_a_server_and_one_line_of_a_process(

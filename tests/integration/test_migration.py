@@ -10,7 +10,7 @@ from jobs import Job
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.rendezvous.create import create_handler
+from ftcoord.rendezvous.handler import create_handler
 from ftcoord.rendezvous.torchelastic import (
     RendezvousClosedException,
     RendezvousNonRetryableError,

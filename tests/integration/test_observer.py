@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
@@ -18,10 +17,8 @@ from helpers import DEADLINE, eventually
 from rdzv_nodes import spawn
 from replicas import replica_processes
 
-from ftcoord.coordination import LighthouseClient, Observer, Quorum, observer
+from ftcoord.coordination import LighthouseClient, Observer, Quorum
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdUnavailable
-from ftcoord.primitives.deaths import causes_of
 
 LONG = timedelta(seconds=DEADLINE)
 
@@ -103,35 +100,6 @@ def test_a_job_without_a_quorum_has_none(world: World) -> None:
     assert world.observer.quorum() is None
 
 
-def test_a_member_that_leaves_is_reported_once_for_each_quorum(world: World) -> None:
-    world.quorum("ab")
-    world.clients[1].leave("b")
-    eventually(lambda: world.reports.lost == ["b"], "the lost member is reported")
-    world.quorum("a")
-    world.quorum("ab")
-    assert world.reports.lost == ["b"], "nobody is lost in a quorum of members that live"
-    world.clients[1].leave("b")
-    eventually(lambda: world.reports.lost == ["b", "b"], "the member of a new quorum is reported again")
-
-
-def test_a_loss_is_reported_though_etcd_failed_while_its_cause_was_read(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A replica and etcd's leader die together."""
-    failures = [EtcdUnavailable("made by the test"), EtcdUnavailable("made by the test")]
-
-    def fails_twice(*args: Any) -> dict[str, str]:
-        if failures:
-            raise failures.pop()
-        return causes_of(*args)
-
-    monkeypatch.setattr(observer, "causes_of", fails_twice)
-    world.quorum("ab")
-    world.clients[1].leave("b")
-    eventually(lambda: world.reports.lost == ["b"], "the lost member is reported")
-    assert not failures, "this was no test"
-
-
 def test_a_replica_that_is_killed_is_reported_when_its_heartbeat_times_out(etcd: EtcdServer, prefix: str) -> None:
     job = f"etcd://{etcd.get_endpoint()}/{prefix.strip('/')}?min_replicas=1&heartbeat_timeout_ms=3000"
     reports = Reports()
@@ -193,64 +161,6 @@ def test_it_goes_on_after_an_outage(fragile: EtcdServer) -> None:
         second = world.quorum("ab")
         eventually(lambda: world.reports.quorums[-1] == (second, ["a", "b"]), "the quorum after the outage is reported")
         assert world.reports.lost == []
-
-
-def test_nothing_is_reported_after_close(world: World) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-    calls: list[int] = []
-
-    def slow(quorum: Quorum) -> None:
-        calls.append(quorum.quorum_id)
-        entered.set()
-        go_on.wait(DEADLINE)
-
-    watching = Observer(world.address, LONG, on_quorum=slow)
-    world.quorum("a")
-    assert entered.wait(DEADLINE)
-    world.quorum("ab")
-    closed = spawn(watching.close)
-    go_on.set()
-    closed.result(DEADLINE)
-    count = len(calls)
-    last = world.quorum("ab", step=9)
-    eventually(
-        lambda: [last] == [number for number, _ in world.reports.quorums[-1:]], "another is told of the last one"
-    )
-    assert len(calls) == count
-    watching.close()
-
-
-def test_a_callback_may_close_its_observer(world: World) -> None:
-    box: list[Observer] = []
-    there, closed = threading.Event(), threading.Event()
-
-    def close(quorum: Quorum) -> None:
-        there.wait(DEADLINE)
-        box[0].close()
-        closed.set()
-
-    world.quorum("a")
-    box.append(Observer(world.address, LONG, on_quorum=close))
-    there.set()
-    assert closed.wait(DEADLINE)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_when_its_thread_has_failed_its_calls_say_so(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*arguments: Any) -> None:
-        raise MemoryError("made by the test")
-
-    watching = Reports().observe(world.address)
-    assert watching.quorum() is None
-    monkeypatch.setattr(observer, "_quorum_in", fail)
-    world.quorum("a")
-    eventually(lambda: "ftcoord-observer failed" in caplog.text, "the failure is logged")
-    monkeypatch.undo()
-    with pytest.raises(RuntimeError, match=r"this observer has failed \(MemoryError: made by the test\)"):
-        watching.quorum()
-    watching.close()
 
 
 def test_the_example_restarts_a_script_that_would_wait_for_a_lost_peer(etcd: EtcdServer, prefix: str) -> None:

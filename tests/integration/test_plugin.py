@@ -13,7 +13,6 @@ IMPORTS = [
     "import ftcoord, torch.distributed.run",
     "import ftcoord.store, torch.distributed.run",
     "import ftcoord.rendezvous.handler",
-    "import ftcoord.rendezvous.create",
     "from ftcoord import EtcdStore, EtcdServer",
 ]
 EACH = """

@@ -125,16 +125,6 @@ def test_where_the_managers_process_dies_and_its_rank_lives_the_group_is_out(mak
         rank.quorum(one, step=1).result(DEADLINE)
 
 
-def test_a_client_without_a_manager_is_buried_too(make_job: MakeJob) -> None:
-    """Its lease rests between its calls."""
-    victim, other = make_job(2, min_replicas=3, heartbeat=HOUR)
-    assert agreed([victim.ask("a"), other.ask("b"), other.ask("c")]) == (1, ["a", "b", "c"])
-    victim.guarded()
-    waiting = [other.ask(name, step=1) for name in "bcd"]
-    victim.kill()
-    assert agreed(waiting) == (2, ["b", "c", "d"])
-
-
 def test_where_the_sentinel_dies_first_the_heartbeat_times_out(make_job: MakeJob) -> None:
     """The one that dies is stopped before, so that it cannot start another sentinel."""
     a, b = make_job(2, min_replicas=1)
@@ -168,13 +158,6 @@ def test_a_replica_that_was_stopped_comes_back(make_job: MakeJob, client: EtcdCl
     assert until_it_is_in(stopped.quorum(address, step=2), others)[0] >= 3
 
 
-def test_a_caller_that_timed_out_does_not_ask_any_more(make_job: MakeJob) -> None:
-    first, second = make_job(2, join=0, heartbeat=60_000)
-    with pytest.raises(TimeoutError, match=r"status: Cancelled, message.*Timeout expired"):
-        first.ask("a", timeout=1).result(DEADLINE)
-    assert agreed([second.ask("b"), second.ask("c")]) == (1, ["b", "c"])
-
-
 def test_a_decider_that_is_stuck_is_overtaken(make_job: MakeJob) -> None:
     """It holds its lease for long, and goes on as if nothing had been when it wakes up: two deciders at once."""
     processes = make_job(3, join=3_000, heartbeat=60_000)
@@ -189,34 +172,6 @@ def test_a_decider_that_is_stuck_is_overtaken(make_job: MakeJob) -> None:
         assert last[1] == ["a", "b", "c"]
         late = stuck.quorum(address, step=step)
     assert until_it_is_in(late, others)[0] >= last[0]
-
-
-def test_a_dead_deciders_key_that_a_stranger_took_stops_nobody(
-    make_job: MakeJob, client: EtcdClient, prefix: str
-) -> None:
-    """No lease ends it, and nobody is told that it is no member's any more."""
-    first, second = make_job(2, min_replicas=1)
-    first.ask("a").result(DEADLINE)
-    late = second.ask("b")
-    while not late.done():
-        first.ask("a").result(DEADLINE)
-    members = keys_under(client, f"/ftcoord/v1{prefix}/quorum/members/").values()
-    taken = min(members, key=lambda kv: kv.create_revision)
-    first.stop()
-    client.put(taken.key, b"a stranger's")
-    first.kill()
-    assert second.ask("b", step=1).result(DEADLINE)[1] == ["b"]
-    left = client.get(taken.key).one
-    assert left is not None
-    assert left.value == b"a stranger's"
-
-
-def test_many_replicas_in_a_few_processes(make_job: MakeJob) -> None:
-    processes = make_job(4, min_replicas=64)
-    names = [f"r{number:02}" for number in range(64)]
-    for step in range(3):
-        futures = [processes[number % 4].ask(name, step=step) for number, name in enumerate(names)]
-        assert agreed(futures) == (1, names)
 
 
 # -- etcd that dies ---------------------------------------------------------------------------------------------

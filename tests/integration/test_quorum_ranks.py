@@ -13,9 +13,9 @@ from helpers import DEADLINE, eventually, own_port
 from rdzv_nodes import spawn
 from replicas import ReplicaProcess, replica_processes
 
-from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer, managed_group
+from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer, manager
 from ftcoord.coordination.address import parse_address
-from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.coordination.ranks import RankGroup
 from ftcoord.core.layout import kill_key, member_of, members_span
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get
@@ -265,7 +265,7 @@ def test_a_manager_is_looked_for_until_it_is_there(
 ) -> None:
     job = f"etcd://{etcd.get_endpoint()}{prefix}?min_replicas=1"
     port, token = own_port(), "0123456789abcdef" * 2
-    monkeypatch.setattr(managed_group, "token_hex", lambda _size: token)
+    monkeypatch.setattr(manager, "token_hex", lambda _size: token)
     looking = spawn(partial(ManagerClient, f"http://localhost:{port}#{token}", LONG))
     server = ManagerServer("a", job, "localhost", f"[::]:{port}", "store", 1, timedelta(seconds=1), LONG, 0)
     assert looking.result(DEADLINE)._quorum(0, 0, "", False, True, 0, LONG).replica_ids == ["a"]

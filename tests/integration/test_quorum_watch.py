@@ -14,7 +14,7 @@ from rdzv_nodes import keys_under
 from replicas import ReplicaProcess, agreed, managed, replica_processes
 
 from ftcoord.coordination.address import parse_address
-from ftcoord.coordination.quorum_watch import QuorumWatch
+from ftcoord.coordination.observer import QuorumWatch
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import causes_of
@@ -80,15 +80,6 @@ def test_a_death_is_told_by_name_and_cause_though_no_heartbeat_times_out(make_wo
     assert world.told.empty()
 
 
-def test_a_death_before_the_watch_began_is_told(make_world: MakeWorld) -> None:
-    """Also when the job has another quorum by now."""
-    world = make_world()
-    world.kill(2)
-    assert world.quorum(step=1) == (world.id + 1, ["a", "b"])
-    world.watch.follow(world.id)
-    assert world.next()[:2] == (world.id, "c")
-
-
 def test_only_the_quorum_that_is_followed_counts(make_world: MakeWorld) -> None:
     world = make_world()
     world.watch.follow(world.id)
@@ -101,32 +92,6 @@ def test_only_the_quorum_that_is_followed_counts(make_world: MakeWorld) -> None:
     assert world.told.empty()
 
 
-def test_nothing_is_told_after_close(make_world: MakeWorld, client: EtcdClient) -> None:
-    world = make_world()
-    world.watch.follow(world.id)
-    world.watch.close()
-    world.watch.follow(world.id)
-    world.kill(1)
-    eventually(lambda: len(members(world, client)) == 2, "it is gone")
-    assert world.told.empty()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_watch_that_fails_tells_its_owner_and_the_next_quorum_is_watched(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.trouble = MemoryError("made by the test")
-    world.watch.follow(world.id)
-    world.kill(2)
-    assert world.failed.get(timeout=DEADLINE) == (world.id, world.trouble)
-    world.trouble = None
-    second, _ = world.quorum(step=1)
-    world.watch.follow(second)
-    world.kill(1)
-    assert world.next()[:2] == (second, "b")
-    world.watch.close()
-    assert world.failed.empty(), "closing is no failure"
-
-
 def test_who_is_gone_without_a_word_is_lost_after_a_heartbeat_timeout(
     make_world: MakeWorld, client: EtcdClient
 ) -> None:
@@ -134,21 +99,6 @@ def test_who_is_gone_without_a_word_is_lost_after_a_heartbeat_timeout(
     world.watch.follow(world.id)
     process, _ = world.pairs[0]
     process.stop()  # as if its host were gone: its lease ends, and nobody says why
-    try:
-        assert world.next() == (world.id, "a", "")
-    finally:
-        process.resume()
-
-
-def test_what_nobody_can_read_hides_nobody(make_world: MakeWorld, client: EtcdClient) -> None:
-    """Somebody has put garbage below the job's members."""
-    world = make_world(SHORT)
-    members = f"{parse_address(world.job).prefix}/members"
-    client.put(f"{members}/{1:016x}", b"garbage")
-    client.put(f"{members}/hello", b"{}")
-    world.watch.follow(world.id)
-    process, _ = world.pairs[0]
-    process.stop()
     try:
         assert world.next() == (world.id, "a", "")
     finally:

@@ -3,61 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
-import logging
 import os
-import select
 import socket
-import struct
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from helpers import DEADLINE, eventually, in_fork, own_port
-from natives import TIMED_OUT, Natives
+from natives import Natives
 from rdzv_nodes import spawn
-from replicas import replica_processes
 
-from ftcoord import fork
-from ftcoord.coordination import (
-    Gateway,
-    LighthouseClient,
-    ManagerClient,
-    ManagerServer,
-    managed_group,
-    native_ranks,
-    rank_connection,
-    rank_port,
-    tcp,
-)
-from ftcoord.coordination.failure import RANK_NOT_FOUND
+from ftcoord import concurrency, fork
+from ftcoord.coordination import Gateway, LighthouseClient, ManagerClient, ManagerServer
 from ftcoord.coordination.manager_client import place_of
-from ftcoord.coordination.rank_frames import (
-    GREETING_SIZE,
-    HELLO,
-    LARGEST_MESSAGE,
-    WELCOME,
-    WRONG_TOKEN,
-    MetadataQuery,
-    TimedVote,
-    encode_answer,
-    encode_call,
-    frame,
-    greeting,
-)
-from ftcoord.coordination.rank_group import NoSuchRank, RankGroup
-from ftcoord.coordination.rank_port import HTTP2
-from ftcoord.coordination.ranks import MOST_CALLS, RankRequest, VoteCounter
-from ftcoord.coordination.types import QuorumResult
-from ftcoord.core.manager_address import parted
+from ftcoord.coordination.port import LARGEST_FRAME, Frame, Line
+from ftcoord.coordination.rank_port import encode_call
+from ftcoord.coordination.ranks import MetadataQuery, RankGroup, TimedVote
+from ftcoord.core.manager_address import key_of, parted
 from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.embedded.server import EtcdServer
+from ftcoord.errors import ThreadNotStarted
 
 LONG = timedelta(seconds=DEADLINE)
 SHORT = timedelta(seconds=0.5)
@@ -88,8 +57,10 @@ class Far:
 
     def __init__(self, server: ManagerServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.address = server.address()
-        plain, self.token = parted(self.address)
-        self.at = place_of(plain)
+        plain, fragment = parted(self.address)
+        self.key, port = key_of(fragment)
+        host, self.port = place_of(plain)
+        self.at = host, port or self.port
         self.ranks = RankGroup.at(plain)
         monkeypatch.setattr(RankGroup, "at", staticmethod(lambda address: None))
         self.client = ManagerClient(self.address, LONG)
@@ -115,12 +86,14 @@ class Far:
         return [vote.rank for vote in self.ranks._votes._waiting.copy().values()]
 
     @contextlib.contextmanager
-    def greeted(self) -> Iterator[socket.socket]:
+    def line(self) -> Iterator[Line]:
         """A connection of a rank that has made no call yet."""
-        with socket.create_connection(self.at, DEADLINE) as rank:
-            rank.sendall(greeting(self.token))
-            assert rank.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
-            yield rank
+        with contextlib.closing(Line(*self.at, self.key, soon())) as line:
+            yield line
+
+
+def soon() -> float:
+    return concurrency.now() + DEADLINE
 
 
 @pytest.fixture
@@ -144,31 +117,6 @@ def far(server: ManagerServer, monkeypatch: pytest.MonkeyPatch) -> Far:
 def test_a_bad_bind_is_refused_before_etcd_is_asked(bind: str, text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         manager("etcd://127.0.0.1:1/job", bind)
-
-
-def test_a_port_in_use_is_refused(server: ManagerServer, job: str) -> None:
-    with pytest.raises(RuntimeError, match=r"Address already in use \(os error 98\)"):
-        manager(job, f"[::]:{port_of(server)}")
-
-
-def test_a_manager_is_not_made_and_a_thread_of_it_has_failed(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread must not wait for the constructor, while that waits for the thread's end."""
-
-    class Failing:
-        def __init__(self, *watched: Any) -> None:
-            self._thread = threading.Thread(target=watched[-1], args=(MemoryError("made by the test"),), daemon=True)
-            self._thread.start()
-
-        def close(self) -> None:
-            self._thread.join()
-
-    def fail(*_: object) -> NoReturn:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(managed_group, "watch_kills", Failing)
-    monkeypatch.setattr(managed_group, "RankPort", fail)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        spawn(partial(manager, job)).result(DEADLINE)
 
 
 def test_a_manager_that_was_not_made_listens_nowhere(etcd: EtcdServer) -> None:
@@ -212,52 +160,55 @@ def test_what_is_no_address_is_refused_at_once(address: str) -> None:
 # -- who is served ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("token", ["", "0" * 32])
-def test_a_connection_without_the_managers_token_is_closed(far: Far, token: str) -> None:
-    with socket.create_connection(far.at, DEADLINE) as stranger:
-        stranger.sendall(greeting(token) + frame(encode_call(TimedVote(1, 0, True, 60.0))))
-        with contextlib.suppress(ConnectionResetError):
-            said = b""
-            while more := stranger.recv(100):
-                said += more
-            assert said == WRONG_TOKEN
-    plain = parted(far.address)[0]
-    with pytest.raises(RuntimeError, match=r"requires another token: take the address from ManagerServer\.address"):
-        ManagerClient(f"{plain}#{token}" if token else plain, LONG)
-    with pytest.raises(TimeoutError):
-        far.client.should_commit(0, 0, True, SHORT)
-
-
-def test_torchfts_own_classes_are_served_only_if_the_address_says_so(
-    job: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_connection_that_does_not_know_the_token_is_closed(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the log of a refused one have a token in it."""
     server = manager(job.replace("&native=1", ""))
     try:
-        for _ in range(2):
-            with socket.create_connection(("127.0.0.1", port_of(server)), DEADLINE) as stranger:
-                stranger.sendall(HTTP2)
-                assert is_closed(stranger)
-        (line,) = [record.getMessage() for record in caplog.records if "native=1" in record.getMessage()]
-        assert "a connection of torchft's own classes was closed" in line
+        far = Far(server, monkeypatch)
+        plain, token = parted(far.address)
+        with pytest.raises(RuntimeError, match=r"requires another token: take the address from ManagerServer\.address"):
+            ManagerClient(f"{plain}#{token[::-1]}", LONG)
+        monkeypatch.setattr("ftcoord.coordination.types._tokens", {})
+        with pytest.raises(RuntimeError, match=r"has a token: take it from ManagerServer\.address"):
+            ManagerClient(plain, SHORT)
+        far.vote()
     finally:
         server.shutdown()
 
 
-def test_strangers_do_not_fill_the_log(job: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    server = manager(job)
+def test_torchfts_own_classes_are_served_only_if_the_address_says_so(
+    job: str, caplog: pytest.LogCaptureFixture, natives: Natives
+) -> None:
+    """And then at a port of their own, which does not take ftcoord's."""
+    caplog.set_level("INFO")
+    closed, served = manager(job.replace("&native=1", "")), manager(job, name="b")
     try:
-        for said in 3 * [greeting(""), b"GET / HTTP/1.0"]:
-            with socket.create_connection(("127.0.0.1", port_of(server)), DEADLINE) as stranger:
-                stranger.sendall(said)
-                with contextlib.suppress(ConnectionResetError):
-                    while stranger.recv(100):
-                        pass
-        closed = [record.getMessage() for record in caplog.records if "a connection was closed" in record.getMessage()]
-        assert [line.partition(": ")[2] for line in closed] == [
-            "it did not show this manager's token",
-            "its protocol is neither torchft's nor ftcoord's",
-        ]
+        with socket.create_connection(place_of(closed.address()), DEADLINE) as stranger:
+            stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+        assert "native=1" in "".join(record.getMessage() for record in caplog.records)
+        with pytest.raises(RuntimeError, match="rank not found"):
+            natives.do("metadata", address=served.address(), rank=0).result(DEADLINE)
+        with pytest.raises(ConnectionError, match="no port of ftcoord's"):
+            Line(*place_of(served.address()), bytes(16), soon())
+    finally:
+        closed.shutdown()
+        served.shutdown()
+
+
+@pytest.mark.parametrize("place", ["0.0.0.0", "127.0.0.1", "[::1]"])
+def test_torchfts_port_is_the_one_that_was_asked_for(job: str, place: str) -> None:
+    if "::" in place and not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6")
+    port = own_port()
+    server = manager(job, f"{place}:{port}")
+    try:
+        plain, fragment = parted(server.address())
+        assert place_of(plain)[1] == port
+        assert key_of(fragment)[1] not in (None, port)
+        with pytest.raises(RuntimeError, match="Address already in use"):
+            manager(job, f"{place}:{port}")
     finally:
         server.shutdown()
 
@@ -267,11 +218,11 @@ def test_a_token_is_shown_to_nobody(
 ) -> None:
     """Neither in a log, an error or a repr, nor in what torchft gets, which logs it. And yet a peer reaches the manager
     with what torchft gets."""
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level("DEBUG")
     job = job.replace("min_replicas=1", "min_replicas=2")
     servers = [manager(job, name=name) for name in "ab"]
     tokens, clients = (
-        [parted(one.address())[1] for one in servers],
+        [key_of(parted(one.address())[1])[0].hex() for one in servers],
         [ManagerClient(one.address(), LONG) for one in servers],
     )
     asked = [
@@ -299,181 +250,81 @@ def test_a_token_is_shown_to_nobody(
 # -- bad peers ---------------------------------------------------------------------------------------------------------
 
 
-GREETED = b"<the greeting>"
-"""Stands for what a rank sends first, which has the token of its manager in it."""
+def vote(rank: int, yes: bool = True) -> Frame:
+    return encode_call(TimedVote(rank, 0, yes, 60.0))
+
+
 GARBAGE = {
-    "not a greeting": b"GET / HTTP/1.1\r\n\r\n",
-    "zeros": bytes(100),
-    "almost a greeting": HELLO[:-1] + b"!",
-    "no call": GREETED + frame(b"\xff\xfe"),
-    "no such call": GREETED + frame(b'dance {"v":1}'),
-    "not its fields": GREETED + frame(b'commit {"v":1,"rank":1}'),
-    "a wrong type": GREETED + frame(b'commit {"v":1,"rank":"1","step":0,"yes":true,"timeout":1.0}'),
-    "for no time": GREETED + frame(b'commit {"v":1,"rank":1,"step":0,"yes":true,"timeout":NaN}'),
-    "for too long": GREETED + frame(b'commit {"v":1,"rank":1,"step":0,"yes":true,"timeout":Infinity}'),
-    "nested too deep": GREETED + frame(b"commit " + b"[" * 100_000),
-    "too long": GREETED + struct.pack(">I", LARGEST_MESSAGE + 1),
-    "two at a time": GREETED + 2 * frame(encode_call(TimedVote(1, 0, True, 60.0))),
-    "HTTP/2 that ends": HTTP2 + b"\r\n\r\nSM\r\n\r\n" + bytes(1000),
+    "no call": [Frame("v", b"\xff\xfe")],
+    "no such call": [Frame("d", b'{"v":1}')],
+    "not its fields": [Frame("v", b'{"v":1,"rank":1}')],
+    "a wrong type": [Frame("v", b'{"v":1,"rank":"1","step":0,"yes":true,"timeout":1.0}')],
+    "for no time": [Frame("v", b'{"v":1,"rank":1,"step":0,"yes":true,"timeout":NaN}')],
+    "for too long": [Frame("v", b'{"v":1,"rank":1,"step":0,"yes":true,"timeout":Infinity}')],
+    "nested too deep": [Frame("v", b"[" * 100_000)],
+    "two at a time": [vote(1), vote(1)],
+    "a greeting again": [vote(1), Frame("P", b"{}")],
 }
 
 
 @pytest.mark.parametrize("said", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_closes_its_connection_and_no_other(far: Far, said: bytes) -> None:
-    with socket.create_connection(far.at, DEADLINE) as bad:
-        bad.sendall(said.replace(GREETED, greeting(far.token)))
-        with contextlib.suppress(ConnectionResetError):
-            while bad.recv(4096):
-                pass
+def test_what_is_no_call_closes_its_connection_and_no_other(far: Far, said: Sequence[Frame]) -> None:
+    with far.line() as bad:
+        for frame in said:
+            bad.send(*frame, soon())
+        with pytest.raises(ConnectionError):
+            bad.receive(soon())
     eventually(lambda: not far.voted(), "what it voted is taken back")
     far.vote()
 
 
-def test_silent_and_frozen_peers_cost_the_others_nothing(far: Far) -> None:
-    """One says nothing, one half of a call, and one reads no answers."""
-    with ExitStack() as stack:
-        peers = [stack.enter_context(socket.create_connection(far.at, DEADLINE)) for _ in range(3)]
-        peers[1].sendall(greeting(far.token) + frame(encode_call(TimedVote(1, 0, True, 60.0)))[:-1])
-        peers[2].sendall(greeting(far.token))
-        assert peers[2].recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
-        far.vote()
-        assert not far.voted()
-
-
 def test_answers_that_nobody_reads_do_not_pile_up(far: Far) -> None:
     far.says("x" * 3_000_000)
-    with socket.socket() as peer:
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        peer.settimeout(DEADLINE)
-        peer.connect(far.at)
-        peer.sendall(greeting(far.token) + 20 * frame(encode_call(MetadataQuery(0))))
-        received = 0
-        with contextlib.suppress(ConnectionResetError):
-            while part := peer.recv(1 << 20):
-                received += len(part)
-                assert received < 10 * 3_000_000, "it is answered on and on"
+    call, received = encode_call(MetadataQuery(0)), 0
+    with far.line() as line, contextlib.suppress(ConnectionError):
+        for _ in range(20):
+            line.send(*call, soon())
+        while True:
+            received += len(line.receive(soon()).payload)
+    assert received < 10 * 3_000_000, "it is answered on and on"
     far.vote()
 
 
-@pytest.fixture
-def small(job: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
-    """Of two ranks, at a port that takes 4 connections of each kind, and 1 MiB of calls that are not complete."""
-    for name in ("MOST_NEWCOMERS", "MOST_IDLE", "MOST_NATIVE"):
-        monkeypatch.setattr(rank_port, name, (0, 2))
-    monkeypatch.setattr(rank_port, "GREETING_TIMEOUT", 10 * DEADLINE)
-    monkeypatch.setattr(rank_port, "MOST_UNFINISHED", (1 << 20, 0))
-    monkeypatch.setattr(native_ranks, "SPARE_CALLS", 4 - 2 * 2 * MOST_CALLS)
-    one = manager(job)
-    yield Far(one, monkeypatch)
-    one.shutdown()
-
-
-def is_closed(peer: socket.socket) -> bool:
-    """Waits for it."""
-    with contextlib.suppress(ConnectionResetError):
-        return peer.recv(1) == b""
-    return True
-
-
-def test_connections_that_say_nothing_do_not_take_all_descriptors(small: Far) -> None:
-    """The oldest are closed, long before their time is over."""
-    with ExitStack() as stack:
-        peers = [stack.enter_context(socket.create_connection(small.at, DEADLINE)) for _ in range(10)]
-        assert all(is_closed(peer) for peer in peers[:6])
-        peers[9].sendall(greeting(small.token))
-        assert peers[9].recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
-        small.vote()
-
-
-def test_greeted_connections_do_not_take_all_descriptors(small: Far) -> None:
-    """Of those that make no call, the one that made none for longest goes; those that wait stay."""
-    with ExitStack() as stack:
-        waits = stack.enter_context(small.greeted())
-        waits.sendall(frame(encode_call(TimedVote(0, 0, True, 60.0))))
-        eventually(lambda: small.voters() == [0], "it waits")
-        idle = [stack.enter_context(small.greeted()) for _ in range(7)]
-        assert all(is_closed(peer) for peer in idle[:3])
-        idle[3].sendall(frame(encode_call(TimedVote(1, 0, True, 60.0))))
-        answer = frame(encode_answer(True))
-        assert [peer.recv(len(answer), socket.MSG_WAITALL) for peer in (waits, idle[3])] == [answer] * 2
-
-
-def test_native_connections_do_not_take_all_descriptors(small: Far) -> None:
-    with ExitStack() as stack:
-        peers = [stack.enter_context(socket.create_connection(small.at, DEADLINE)) for _ in range(10)]
-        for peer in peers:
-            peer.sendall(HTTP2 + b"\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # and its settings
-        open_, deadline = set(peers), 6
-        while len(open_) > len(peers) - deadline:
-            for peer in select.select(list(open_), [], [], DEADLINE)[0]:
-                with contextlib.suppress(ConnectionResetError):
-                    if peer.recv(4096):
-                        continue
-                open_.discard(peer)
-        small.vote()
-
-
-def test_calls_that_never_end_do_not_take_all_memory(small: Far) -> None:
-    """All together have one budget; the one that began first goes."""
-    half = struct.pack(">I", LARGEST_MESSAGE) + bytes(600_000)
-    with ExitStack() as stack:
-        peers = [stack.enter_context(small.greeted()) for _ in range(3)]
-        for number, peer in enumerate(peers):
-            peer.sendall(half)
-            assert not number or is_closed(peers[number - 1])
-        small.vote()
-
-
-def test_a_call_that_takes_too_long_to_arrive_closes_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_port, "FRAME_TIMEOUT", 0.2)
-    group = RankGroup("a", 2, lambda asks, last: pytest.fail("nobody asks"), allow_kill=False)
-    listener = rank_port.listen("127.0.0.1:0")
-    at, token, call = listener.getsockname(), "0" * 32, frame(encode_call(MetadataQuery(0)))
-    with ExitStack() as stack:
-        stack.callback(rank_port.RankPort(listener, group, token, False, pytest.fail).close)
-        peer = stack.enter_context(socket.create_connection(at, DEADLINE))
-        for said, answer in ((greeting(token), WELCOME), (call, frame(encode_answer(RANK_NOT_FOUND)))):
-            peer.sendall(said)
-            assert peer.recv(len(answer), socket.MSG_WAITALL) == answer
-        peer.sendall(call[:-1])
-        assert is_closed(peer)
-
-
-def test_a_process_without_descriptors_says_so_once(
-    server: ManagerServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_where_no_thread_can_be_started_all_ranks_are_answered_at_once(
+    far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a hundred times a second, nor with a traceback; who comes meanwhile is served when there are some again."""
-    accept, refused, full = socket.socket.accept, threading.Event(), True
+    """And later, when there are threads again, the next request has one."""
+    make = concurrency.thread
 
-    def accept_if_there_is_room(listener: socket.socket) -> Any:
-        if full:
-            refused.set()
-            raise OSError(errno.EMFILE, "Too many open files")
-        return accept(listener)
+    def thread(target: Any, name: str, *args: object) -> Any:
+        if name == "ftcoord-ask":
+            raise ThreadNotStarted(name, RuntimeError("there are too many"))
+        return make(target, name, *args)
 
-    monkeypatch.setattr(socket.socket, "accept", accept_if_there_is_room)
-    with socket.create_connection(("localhost", port_of(server)), DEADLINE) as peer:
-        assert refused.wait(DEADLINE)
-        full = False
-        peer.sendall(greeting(parted(server.address())[1]))
-        assert peer.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
-    (said,) = [record for record in caplog.records if "out of system resource" in record.message]
-    assert not said.exc_info
+    with monkeypatch.context() as patched:
+        patched.setattr(concurrency, "thread", thread)
+        asked = [spawn(partial(far.client._quorum, rank, 0, "", False, True, 0, LONG)) for rank in range(2)]
+        for one in asked:
+            with pytest.raises(RuntimeError, match="ftcoord-ask"):
+                one.result(DEADLINE)
+    far.says("weights")
 
 
 def test_a_call_that_is_too_long_is_refused_before_it_is_sent(far: Far) -> None:
     with pytest.raises(RuntimeError, match="status: OutOfRange"):
-        far.client._quorum(0, 0, "x" * LARGEST_MESSAGE, False, True, 0, LONG)
+        far.client._quorum(0, 0, "x" * LARGEST_FRAME, False, True, 0, LONG)
     far.vote()
 
 
-def test_a_connection_that_died_while_nobody_used_it_is_replaced(job: str, far: Far, server: ManagerServer) -> None:
+def test_a_connection_that_died_while_nobody_used_it_is_replaced(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job.replace("&native=1", "")
+    server = manager(job)
+    far = Far(server, monkeypatch)
     far.vote()
-    port = port_of(server)
     server.shutdown()
     with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*tcp connect error"):
         far.client.should_commit(0, 1, True, LONG)
-    after = manager(job, f"[::]:{port}")
+    after = manager(job, f"[::]:{far.port}")
     try:
         with pytest.raises(RuntimeError, match="requires another token"):  # a rank of the manager before
             far.client.should_commit(0, 1, True, LONG)
@@ -482,22 +333,6 @@ def test_a_connection_that_died_while_nobody_used_it_is_replaced(job: str, far: 
             far.vote(step)
     finally:
         after.shutdown()
-
-
-def test_a_manager_that_dies_while_it_greets_a_rank_fails_the_call_at_once() -> None:
-    """It may be one of torchft's that refuses the greeting; but then it would still be there."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as late:
-        made = spawn(partial(ManagerClient, f"http://127.0.0.1:{listener.getsockname()[1]}", LONG))
-        with listener.accept()[0] as first:
-            assert first.recv(GREETING_SIZE, socket.MSG_WAITALL).startswith(HELLO)
-            first.sendall(WELCOME)
-            client = made.result(DEADLINE)
-        vote = spawn(partial(client.should_commit, 0, 0, True, LONG))
-        second = late.enter_context(listener.accept()[0])
-        assert second.recv(GREETING_SIZE, socket.MSG_WAITALL).startswith(HELLO)
-        listener.close()
-    with pytest.raises(RuntimeError, match=r"status: Unavailable, message.*tcp connect error"):
-        vote.result(DEADLINE)
 
 
 @pytest.mark.parametrize("rank", [2, 7])
@@ -518,75 +353,6 @@ def test_a_rank_that_the_group_does_not_have_is_refused_and_counts_for_nobody(
     assert first.result(DEADLINE).replica_ids == ["a"]
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_group_takes_no_call_of_a_rank_that_it_does_not_have(rank: int) -> None:
-    group = RankGroup("a", 2, lambda asks, last: pytest.fail("not all ranks are there"), allow_kill=False)
-    request = RankRequest(0, 0, "weights", False, 0, 60.0, "")
-    group.quorum(request)
-    with pytest.raises(NoSuchRank, match=f"no rank {rank}: this group has ranks 0 to 1"):
-        group.quorum(replace(request, rank=rank))
-    with pytest.raises(NoSuchRank):
-        group.vote(rank, 0, yes=True)
-    assert group.metadata(rank).outcome.result(0) is None
-
-
-def test_a_call_whose_rank_has_gone_before_it_is_read_is_not_made(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a manager that was stopped meanwhile."""
-    gone, made = threading.Event(), list[int]()
-    cast = VoteCounter.cast
-
-    def has_hung_up(connection: int) -> bool:
-        assert gone.wait(DEADLINE)
-        return tcp.has_hung_up(connection)
-
-    def note(counter: VoteCounter, rank: int, *vote: Any) -> Any:
-        made.append(rank)
-        return cast(counter, rank, *vote)
-
-    monkeypatch.setattr(rank_connection, "has_hung_up", has_hung_up)
-    monkeypatch.setattr(VoteCounter, "cast", note)
-    with far.greeted() as rank:
-        rank.sendall(frame(encode_call(TimedVote(1, 0, True, 60.0))))
-    gone.set()
-    far.vote()
-    assert sorted(made) == [0, 1]
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["the older connection", "the newer connection"])
-@pytest.mark.parametrize("kills", [False, True], ids=["ended", "reset"])
-def test_a_vote_does_not_count_with_one_that_was_taken_back_before_it_came(
-    far: Far, monkeypatch: pytest.MonkeyPatch, first: int, kills: bool
-) -> None:
-    """A manager that was busy finds both at once, in either order."""
-    busy, over = threading.Event(), threading.Event()
-
-    def keep_busy(connection: int) -> bool:
-        busy.set()
-        assert over.wait(DEADLINE)
-        return tcp.has_hung_up(connection)
-
-    def vote(rank: int, yes: bool) -> bytes:
-        return frame(encode_call(TimedVote(rank, 0, yes, 60.0)))
-
-    with ExitStack() as ranks:
-        there = [ranks.enter_context(far.greeted()) for _ in range(3)]
-        gives_up, stays = there[first], there[1 - first]
-        gives_up.sendall(vote(0, True))
-        eventually(lambda: far.voted() == 1, "the first has voted")
-        monkeypatch.setattr(rank_connection, "has_hung_up", keep_busy)
-        there[2].sendall(frame(encode_call(MetadataQuery(0))))
-        assert busy.wait(DEADLINE)
-        if kills:
-            gives_up.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        gives_up.close()
-        stays.sendall(vote(1, True))
-        over.set()
-        eventually(lambda: far.voters() == [1], "only the other one's vote waits")
-        there[2].sendall(vote(0, False))
-        answer = frame(encode_answer(False))
-        assert stays.recv(len(answer), socket.MSG_WAITALL) == answer
-
-
 def test_an_interrupted_rank_takes_its_vote_back(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupt(BaseException):
         pass
@@ -596,7 +362,7 @@ def test_an_interrupted_rank_takes_its_vote_back(far: Far, monkeypatch: pytest.M
         raise Interrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("ftcoord.coordination.rank_sockets.RankSocket._receive", interrupt)
+        patched.setattr("ftcoord.coordination.port.Line.receive", interrupt)
         with pytest.raises(Interrupt):
             far.client.should_commit(0, 0, True, LONG)
     eventually(lambda: not far.voted(), "the vote is taken back")
@@ -605,16 +371,21 @@ def test_an_interrupted_rank_takes_its_vote_back(far: Far, monkeypatch: pytest.M
 def test_a_connection_that_tcp_gives_up_is_no_time_out(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the manager's host has lost its power: Python raises TimeoutError for both."""
 
-    def give_up(*_: object) -> None:
-        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+    class GivenUp:
+        def __init__(self, line: Line) -> None:
+            self._real = line._socket
 
-    with monkeypatch.context() as patched:
-        patched.setattr("ftcoord.coordination.rank_sockets.RankSocket._receive", give_up)
-        with pytest.raises(RuntimeError, match=r'status: Unknown, message: "transport error"'):
-            far.client.should_commit(0, 0, True, LONG)
-    eventually(lambda: not far.voted(), "the connection is closed")
-    with pytest.raises(TimeoutError):
-        far.client.should_commit(0, 0, True, SHORT)
+        def recv(self, _size: int) -> bytes:
+            raise TimeoutError(110, "Connection timed out")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+    (line,) = far.client._way._calls._idle  # type: ignore[union-attr]
+    line._socket = GivenUp(line)
+    monkeypatch.setattr(Line, "is_quiet", True)
+    with pytest.raises(RuntimeError, match=r'status: Unknown, message: "transport error"'):
+        far.client._checkpoint_metadata(0, LONG)
 
 
 def test_a_client_that_nobody_holds_has_closed_its_connections(far: Far) -> None:
@@ -624,44 +395,31 @@ def test_a_client_that_nobody_holds_has_closed_its_connections(far: Far) -> None
     eventually(lambda: gc.collect() >= 0 and len(fork._hidden) <= before - 2 * 2, "both ends of both are closed")
 
 
-def test_either_end_notices_a_host_that_lost_its_power(far: Far) -> None:
-    far.vote()
-    for descriptor in fork._hidden:
-        with socket.socket(fileno=os.dup(descriptor)) as one:
-            assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == tcp.KEEPALIVE_IDLE
-
-
 # -- forks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_forked_child_holds_no_connection_open(far: Far, server: ManagerServer) -> None:
-    """Else a manager that died would seem to live for as long as its children do."""
+def test_a_forked_child_holds_no_connection_open(natives: Natives, far: Far) -> None:
+    """Else a manager that died would seem to live for as long as its children do. Also none of torchft's."""
     far.vote()
+    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
+    natives.do("commit", name="a", rank=1, step=0)
+    eventually(lambda: far.voters() == [1], "it waits at its port")
     hidden = set(fork._hidden)
     assert len(hidden) >= 1 + 2 * 2  # the listener, and both ends of two connections
 
     def sockets() -> None:
         left = [one for one in hidden if os.readlink(f"/proc/self/fd/{one}").startswith("socket:")]
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    one = socket.socket(fileno=os.dup(int(name)))
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == far.port:
+                        left.append(int(name))
         if left:
             raise LookupError(f"{left} are open")
 
     assert in_fork(sockets) == "None"
-    far.vote(1)
-
-
-def test_a_native_client_may_be_refused_by_a_manager_without_a_quorum(job: str) -> None:
-    """A call whose time is over, as torchft's clients know it."""
-    one = manager(job)
-    with Natives() as natives:
-        natives.do("connect", name="a", address=one.address()).result(DEADLINE)
-        with pytest.raises(RuntimeError, match=r"status: InvalidArgument, message: \"rank not found\""):
-            natives.do("metadata", address=one.address(), rank=0).result(DEADLINE)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            natives.do("quorum", name="a", timeout=0.5).result(DEADLINE)
-        with pytest.raises(TimeoutError, match=TIMED_OUT):
-            natives.do("commit", name="a", rank=0, step=0, timeout=0.5).result(DEADLINE)
-    one.shutdown()
+    assert far.client.should_commit(0, 0, True, LONG)
 
 
 # -- torchft's own, on either side -----------------------------------------------------------------------------------
@@ -684,58 +442,6 @@ def test_native_and_drop_in_ranks_share_a_manager(natives: Natives, far: Far) ->
         assert far.client.should_commit(0, step, True, LONG) == vote.result(DEADLINE) == (step != 1)
     assert natives.do("metadata", address=far.address, rank=0).result(DEADLINE) == "weights 0"
     assert far.client._checkpoint_metadata(1, LONG) == "weights of a"
-
-
-def test_a_native_rank_that_is_killed_while_it_waits_does_not_count(natives: Natives, far: Far) -> None:
-    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
-    natives.do("commit", name="a", rank=1, step=0)
-    eventually(lambda: far.voted() == 1, "it has voted")
-    natives.kill()
-    eventually(lambda: far.voted() == 0, "its vote is taken back")
-    with pytest.raises(TimeoutError):
-        far.client.should_commit(0, 0, True, SHORT)
-
-
-def test_native_calls_do_not_take_all_threads(natives: Natives, small: Far) -> None:
-    """What waits beyond a number is refused, until there is room again."""
-    far = small
-    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
-    waiting = [natives.do("commit", name="a", rank=0, step=0) for _ in range(4)]
-    eventually(lambda: far.voted() == 4, "they wait")
-    assert "ResourceExhausted" in refusal(natives, far.address)
-    assert far.client.should_commit(1, 0, True, LONG)
-    assert [one.result(DEADLINE) for one in waiting] == [True] * 4
-    eventually(lambda: "rank not found" in refusal(natives, far.address), "there is room again")
-
-
-def refusal(natives: Natives, address: str) -> str:
-    """Of a native call that cannot be answered."""
-    with pytest.raises(RuntimeError) as caught:
-        natives.do("metadata", address=address, rank=0).result(DEADLINE)
-    return str(caught.value)
-
-
-def test_native_ranks_receive_long_answers(natives: Natives, far: Far) -> None:
-    """Longer than what the joined connections hold for a slow reader."""
-    long = "x" * 3_000_000
-    far.says(long)
-    assert natives.do("metadata", address=far.address, rank=0).result(DEADLINE) == long
-
-
-def test_a_shut_down_manager_ends_calls_of_native_ranks(natives: Natives, far: Far, server: ManagerServer) -> None:
-    natives.do("connect", name="a", address=far.address, ranks=2).result(DEADLINE)
-    waiting = natives.do("commit", name="a", rank=1, step=0)
-    eventually(lambda: far.voted() == 1, "it has voted")
-    server.shutdown()
-    with pytest.raises(RuntimeError, match="status: "):
-        waiting.result(DEADLINE)
-
-
-def test_a_native_rank_that_the_group_does_not_have_is_refused(natives: Natives, far: Far) -> None:
-    natives.do("connect", name="a", address=far.address, ranks=3).result(DEADLINE)
-    for call in ("quorum", "commit"):
-        with pytest.raises(RuntimeError, match=r"InvalidArgument.*no rank 2: this group has ranks 0 to 1"):
-            natives.do(call, name="a", rank=2, step=0).result(DEADLINE)
 
 
 def test_drop_in_ranks_of_a_native_manager(natives: Natives, job: str) -> None:
@@ -763,32 +469,3 @@ def test_drop_in_ranks_of_a_native_manager(natives: Natives, job: str) -> None:
             waiting.result(DEADLINE)
         with pytest.raises(RuntimeError, match="status: Un"):
             client._checkpoint_metadata(0, LONG)
-
-
-def test_groups_of_both_kinds_heal_from_each_other(natives: Natives, job: str) -> None:
-    """A group at step 0 fetches the metadata of its peer's rank, whichever kind either is."""
-    job = job.replace("min_replicas=1", "min_replicas=2")
-    with Gateway(job) as gateway, replica_processes(job, 1) as (process,):
-        natives.manage(gateway.address(), "n")
-        ours = process.manage("o")
-        for step in (5, 7):
-            ahead, behind = ("n", "o") if step == 5 else ("o", "n")
-            mine = spawn(partial(heal_as_drop_in, ours, step if ahead == "o" else 0))
-            theirs = natives.do("quorum", name="n", step=step if ahead == "n" else 0).result(DEADLINE)
-            told, fetched = mine.result(DEADLINE)
-            assert told.replica_ids == theirs["replica_ids"] == ["n", "o"]
-            if behind == "o":
-                assert (told.heal, fetched) == (True, "weights of n")
-            else:
-                assert theirs["heal"]
-                assert theirs["recover_src_manager_address"] == parted(ours)[0]
-                assert natives.do("metadata", address=ours, rank=0).result(DEADLINE) == "weights of o"
-
-
-def heal_as_drop_in(address: str, step: int) -> tuple[QuorumResult, str]:
-    """Ask, and fetch the metadata of whom to heal from, if that is told."""
-    client = ManagerClient(address, LONG)
-    told = client._quorum(0, step, "weights of o", False, True, 0, LONG)
-    if not told.heal:
-        return told, ""
-    return told, ManagerClient(told.recover_src_manager_address, LONG)._checkpoint_metadata(0, LONG)

@@ -6,27 +6,25 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import builders
 import pytest
+from doors import Door
 from helpers import DEADLINE, eventually
-from late import Late
-from members import Counting, Door
 
 from ftcoord import EtcdServer
-from ftcoord.config import EtcdConfig
 from ftcoord.coordination import connection
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import LARGEST_REQUEST, Replica
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
+from ftcoord.core.quorum_records import ReplicaRecord, parse_replica
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RequestRefused, ServerError
 from ftcoord.etcd.api import Etcd, Get, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.group.pace import TakeoverToken
 
-REQUEST = QuorumRequest("x", "", "", 0, 1, False, "", 0, ())
+REQUEST = builders.request("x")
 
 
 @pytest.fixture
@@ -105,20 +103,6 @@ def test_of_two_callers_one_may_go(client: EtcdClient, job: Job, replica: Replic
         second.result(DEADLINE)
 
 
-def test_a_call_does_not_wait_for_anothers_write(fragile: EtcdServer, job: Job, threads: ThreadPoolExecutor) -> None:
-    with fragile.get_client() as client:
-        replica = Replica(client, job, "x", keeps_lease=True)
-        fragile.stop()
-        other = threads.submit(replica.ask, REQUEST, time.monotonic() + 8)
-        threading.Event().wait(1)
-        began = time.monotonic()
-        with pytest.raises(TimeoutError):
-            replica.beat(began + 1)
-        assert time.monotonic() - began < 5
-        with pytest.raises(TimeoutError):
-            other.result(DEADLINE)
-
-
 @pytest.mark.parametrize(("character", "size"), [("x", 1), ("\n", 2), ("\u202e", 6)])
 def test_a_request_that_is_too_large_is_refused_before_anything_is_written(
     client: EtcdClient, job: Job, character: str, size: int
@@ -134,13 +118,11 @@ def test_a_request_that_is_too_large_is_refused_before_anything_is_written(
     replica.leave(DEADLINE)
 
 
-@pytest.mark.parametrize("looks_itself", [True, False])
-def test_who_waits_in_vain_is_told_why_nothing_is_decided(client: EtcdClient, job: Job, looks_itself: bool) -> None:
-    """All requests together are more than etcd takes, though each may be asked. Only one replica of a process looks."""
-    count, gone, shared = 26, threading.Event(), TakeoverToken()
-    tokens = [shared] * (count - 1) + [TakeoverToken() if looks_itself else shared]
+def test_the_error_of_the_replica_that_decides_names_why_nothing_is_decided(client: EtcdClient, job: Job) -> None:
+    """All requests together are more than etcd takes, though each may be asked."""
+    count, gone = 26, threading.Event()
     all_of_them = replace(job, min_replicas=count)
-    crew = [Replica(client, all_of_them, str(at), keeps_lease=True, takeover=token) for at, token in enumerate(tokens)]
+    crew = [Replica(client, all_of_them, str(at), keeps_lease=True) for at in range(count)]
 
     def ask(replica: Replica, limit: float) -> str:
         large = replace(REQUEST, replica_id=replica.replica_id, store_address="x" * (LARGEST_REQUEST - 300))
@@ -148,7 +130,7 @@ def test_who_waits_in_vain_is_told_why_nothing_is_decided(client: EtcdClient, jo
             replica.ask(large, time.monotonic() + limit, gone)
         return str(caught.value)
 
-    assert f"need min_replicas {count}" in ask(crew[-1], 5)  # time enough for a look on a busy machine
+    assert f"need min_replicas {count}" in ask(crew[-1], 5)  # the first to join decides
     with ThreadPoolExecutor(count) as calls:
         try:
             for replica in crew[:-1]:
@@ -159,89 +141,6 @@ def test_who_waits_in_vain_is_told_why_nothing_is_decided(client: EtcdClient, jo
             gone.set()
             for replica in crew:
                 replica.leave(DEADLINE)
-
-
-def test_who_left_stays_gone(client: EtcdClient, job: Job, replica: Replica) -> None:
-    replica.beat(time.monotonic() + DEADLINE)
-    assert requests(client, job) == [0]
-    replica.leave(DEADLINE)
-    with pytest.raises(ServerError, match="left the job"):
-        replica.beat(time.monotonic() + DEADLINE)
-    assert requests(client, job) == []
-
-
-def test_who_is_orphaned_lives_until_its_lease_ends(client: EtcdClient, job: Job, replica: Replica) -> None:
-    replica.beat(time.monotonic() + DEADLINE)
-    replica.orphan()
-    assert requests(client, job) == [0]
-    eventually(lambda: requests(client, job) == [], "the lease expires")
-
-
-def test_who_was_elsewhere_meanwhile_is_counted_though_it_hears_of_that_late(
-    etcd: EtcdServer, client: EtcdClient, job: Job, threads: ThreadPoolExecutor
-) -> None:
-    """Of two members with one name the one that asked last counts: here, then there, then here again, before news of
-    there came."""
-
-    def ask(one: Replica) -> Future[QuorumRecord]:
-        request = replace(REQUEST, replica_id=one.replica_id)
-        return threads.submit(one.ask, request, time.monotonic() + DEADLINE)
-
-    with Late(EtcdConfig.load(etcd.get_endpoint())) as late:
-        peer = Replica(client, job, "y", keeps_lease=True)
-        here = Replica(late, job, "x", keeps_lease=True)
-        there = Replica(client, job, "x", keeps_lease=True)
-        try:
-            peer.beat(time.monotonic() + DEADLINE)  # the oldest one decides
-            together = ask(peer), ask(here)
-            assert [one.result(DEADLINE).number for one in together] == [1, 1]
-            late.hold()
-            together = ask(peer), ask(there)
-            assert [one.result(DEADLINE).number for one in together] == [2, 2]
-            together = ask(peer), ask(here)
-            eventually(lambda: sorted(requests(client, job)) == [1, 2, 3], "both ask")
-            late.release()
-            assert [one.result(DEADLINE).number for one in together] == [3, 3]
-        finally:
-            for one in (peer, here, there):
-                one.leave(DEADLINE)
-
-
-def test_who_comes_back_after_its_lease_asks_for_nothing_that_was_answered(
-    client: EtcdClient, job: Job, replica: Replica, threads: ThreadPoolExecutor
-) -> None:
-    """Else the others would get a quorum with it, and wait for one that is not there. And it knows which ids were."""
-    peer = Replica(client, job, "y", keeps_lease=True)
-    try:
-        other = threads.submit(peer.ask, replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
-        quorum = replica.ask(REQUEST, time.monotonic() + DEADLINE)
-        assert other.result(DEADLINE) == quorum
-        lost = replica.lease
-        client.revoke(lost)
-        replica.beat(time.monotonic() + DEADLINE)
-        assert replica.lease != lost
-        back = replica_records(client, job)[replica.lease]
-        assert (back.asked, back.after) == (0, quorum.id)
-    finally:
-        peer.leave(DEADLINE)
-
-
-def test_who_lost_its_lease_while_it_asks_asks_again(
-    client: EtcdClient, job: Job, replica: Replica, threads: ThreadPoolExecutor
-) -> None:
-    call = threads.submit(replica.ask, REQUEST, time.monotonic() + DEADLINE)
-    eventually(lambda: requests(client, job) == [1], "it asks")
-    lost = replica.lease
-    client.revoke(lost)
-    eventually(
-        lambda: [one.asked for lease, one in replica_records(client, job).items() if lease != lost] == [1], "it asks"
-    )
-    peer = Replica(client, job, "y", keeps_lease=True)
-    try:
-        quorum = peer.ask(replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
-        assert call.result(DEADLINE) == quorum
-    finally:
-        peer.leave(DEADLINE)
 
 
 class Refusing(Door):
@@ -279,74 +178,4 @@ def test_requests_that_are_lost_on_the_way_are_made_again(
         assert etcd.lost > 60
     finally:
         for one in pair:
-            one.leave(DEADLINE)
-
-
-class Away(Door):
-    """An etcd that cannot be written to while it is `away`; `tried` is set when somebody does, and waits for it."""
-
-    def __init__(self, real: Etcd) -> None:
-        super().__init__(real)
-        self.away = False
-        self.tried = threading.Event()
-
-    def txn(self, *args: Any, **kwargs: Any) -> TxnResult:
-        if self.away:
-            self.tried.set()
-            raise EtcdUnavailable("away for the test")
-        return super().txn(*args, **kwargs)
-
-
-def test_who_gives_up_takes_nobody_elses_request_along(
-    client: EtcdClient, job: Job, threads: ThreadPoolExecutor
-) -> None:
-    """Two callers of one replica: the first gives up while the second tries in vain to write what it asks."""
-    etcd = Away(client)
-    replica, peer = Replica(etcd, job, "x", keeps_lease=True), Replica(client, job, "y", keeps_lease=True)
-    try:
-        replica.beat(time.monotonic() + DEADLINE)
-        first = threads.submit(replica.ask, replace(REQUEST, step=1), time.monotonic() + 5)
-        eventually(lambda: requests(client, job) == [1], "the first asks")
-        etcd.away = True
-        second = threads.submit(replica.ask, replace(REQUEST, step=2), time.monotonic() + DEADLINE)
-        assert etcd.tried.wait(DEADLINE)
-        with pytest.raises(TimeoutError):
-            first.result(DEADLINE)
-        etcd.away = False
-        eventually(lambda: requests(client, job) == [2], "the second asks")
-        quorum = peer.ask(replace(REQUEST, replica_id="y"), time.monotonic() + DEADLINE)
-        assert second.result(DEADLINE) == quorum
-        assert [one.step for one in quorum.requests] == [2, 0]
-    finally:
-        replica.leave(DEADLINE)
-        peer.leave(DEADLINE)
-
-
-def test_who_waits_long_looks_for_itself_now_and_then(
-    client: EtcdClient, job: Job, threads: ThreadPoolExecutor
-) -> None:
-    """The decider may be stuck, and may be right to wait: not all others shall watch all members for that."""
-    doors = [Counting(client) for _ in "abc"]
-    group = [
-        Replica(door, replace(job, min_replicas=4), name, keeps_lease=True)
-        for door, name in zip(doors, "abc", strict=True)
-    ]
-    gone = threading.Event()
-    until = time.monotonic() + DEADLINE
-    try:
-        for one in group:
-            one.beat(until)
-        calls = [threads.submit(one.ask, replace(REQUEST, replica_id=one.replica_id), until, gone) for one in group]
-        members = Span(f"{job.prefix}/members/", is_prefix=True)
-        for looks in (1, 2):
-            for door in doors[1:]:
-                eventually(lambda door=door, looks=looks: door.begun.count(members) >= looks, "it looks")
-                eventually(lambda door=door: members not in door.watched, "it has looked")
-        assert members in doors[0].watched, "the oldest one decides"
-    finally:
-        gone.set()
-        for one in group:
-            one.nudge()
-        assert all(isinstance(call.exception(DEADLINE), TimeoutError) for call in calls)
-        for one in group:
             one.leave(DEADLINE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import shutil
 import socket
 import ssl
@@ -13,10 +12,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -25,20 +21,26 @@ from urllib.parse import urlsplit
 
 import pytest
 from etcd_cluster import FragileEtcd
-from helpers import DEADLINE, Seen, eventually
+from helpers import DEADLINE, Seen, eventually, own_port
 
 from ftcoord import cli
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
-from ftcoord.embedded.server import LOOPBACK, EtcdServer, ReservedPort
+from ftcoord.embedded.server import LOOPBACK, EtcdServer
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdUnavailable
-from ftcoord.etcd.api import Compare, Get, Put, Span
+from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.metrics import http
-from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, ServingTls
-from ftcoord.metrics.http import CONNECTION_TIMEOUT, MOST_SCRAPERS, MOST_THREADS
+from ftcoord.metrics import exporter
+from ftcoord.metrics.exporter import (
+    CONNECTION_TIMEOUT,
+    MOST_SCRAPERS,
+    MOST_THREADS,
+    MetricsAddress,
+    MetricsServer,
+    serving_tls,
+)
 from ftcoord.metrics.process import collect_process
-from ftcoord.operator.member_http import read_numbers
+from ftcoord.operator.doctor import read_metrics
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2
@@ -101,15 +103,11 @@ class SecureServer(FragileEtcd):
         tls = (f"--cert-file={own.cert}", f"--key-file={own.key}", f"--trusted-ca-file={authority.cert}")
         super().__init__(extra_args=[*tls, "--client-cert-auth", JSON_GATEWAY, *extra_args])
         self.issued = own
-        self.secure_port = ReservedPort(LOOPBACK)
+        self.secure_port = own_port()
 
     def _arguments(self) -> list[str]:
-        both = f"http://{self.get_endpoint()},https://{LOOPBACK}:{self.secure_port.number}"
+        both = f"http://{self.get_endpoint()},https://{LOOPBACK}:{self.secure_port}"
         return [*super()._arguments(), f"--listen-client-urls={both}"]
-
-    def stop(self) -> None:
-        super().stop()
-        self.secure_port.release()
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +134,7 @@ def secure(authority: Authority) -> Iterator[SecureServer]:
 
 
 def url(server: SecureServer, scheme: str = "https", host: str = "localhost") -> str:
-    return f"{scheme}://{host}:{server.secure_port.number}"
+    return f"{scheme}://{host}:{server.secure_port}"
 
 
 def connect(endpoint: str, **settings: Any) -> EtcdClient:
@@ -160,15 +158,6 @@ def test_https_without_a_ca_trusts_what_the_system_trusts(
         assert client.put(prefix, b"").succeeded
 
 
-@pytest.mark.parametrize("name", ["etcd.example", "Etcd.Example", "etcd.example."])
-def test_the_server_name_stands_in_for_the_host(
-    secure: SecureServer, authority: Authority, node: Issued, prefix: str, name: str
-) -> None:
-    tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
-    with connect(url(secure, host=LOOPBACK), **tls, server_name=name) as client:
-        assert client.put(prefix, b"").succeeded
-
-
 def test_a_certificate_has_the_name_of_a_host_without_its_last_dot(
     secure: SecureServer, authority: Authority, node: Issued, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +167,7 @@ def test_a_certificate_has_the_name_of_a_host_without_its_last_dot(
     config = EtcdConfig.load(url(secure, host="localhost."), env={}, **tls)
     with EtcdClient(config) as client:
         assert client.put(prefix, b"").succeeded
-    assert read_numbers(config.endpoints[0], config.tls, DEADLINE) is not None
+    assert read_metrics(config.endpoints[0], config.tls, DEADLINE) is not None
 
 
 WANTED = "it wants a client certificate that it trusts: set FTCOORD_CERT and FTCOORD_KEY"
@@ -240,70 +229,6 @@ def test_https_to_a_server_without_tls_is_a_clear_error(
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_expired_server_certificate_is_a_clear_error(
-    authority: Authority, node: Issued, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with SecureServer(authority, days=-1) as server:
-        tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
-        refused_in_time(connect(url(server), **tls), "its certificate has expired")
-    assert capfd.readouterr() == ("", "")
-
-
-@contextmanager
-def served_by_tls_1_1(issued: Issued) -> Iterator[int]:
-    """The port of a server that knows no newer TLS."""
-    context = old_tls(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(issued.cert, issued.key)
-
-    def serve(listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:  # it was shut down
-                return
-            with connection, contextlib.suppress(OSError), context.wrap_socket(connection, server_side=True):
-                pass
-
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        thread = threading.Thread(target=serve, args=(listener,))
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-
-def old_tls(protocol: int) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.set_ciphers("ALL:@SECLEVEL=0")  # OpenSSL itself refuses what is so old at all others
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
-    return context
-
-
-def test_tls_that_is_too_old_is_a_clear_error(
-    authority: Authority, node: Issued, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with served_by_tls_1_1(authority.issue("old", "DNS:localhost")) as port:
-        lenient = old_tls(ssl.PROTOCOL_TLS_CLIENT)
-        lenient.load_verify_locations(authority.cert)
-        raw = socket.create_connection((LOOPBACK, port))
-        with lenient.wrap_socket(raw, server_hostname="localhost") as old:
-            assert old.version() == "TLSv1.1"
-        tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
-        refused_in_time(connect(f"https://localhost:{port}", **tls), "the TLS settings")
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_key_that_is_anothers_is_named_before_any_connection(authority: Authority, node: Issued) -> None:
-    other = authority.issue("other")
-    with pytest.raises(ConfigError, match="not the private key of the certificate") as caught:
-        EtcdConfig.load("https://localhost", ca_cert=authority.cert, cert=node.cert, key=other.key, env={})
-    assert (caught.value.key, caught.value.value) == ("key", other.key)
-
-
 def refused_in_time(client: EtcdClient, advice: str) -> None:
     """Neither reads nor writes work, nor do they hang, and the error tells what to do. Nothing was sent."""
     with client:
@@ -326,19 +251,6 @@ def test_a_file_that_went_missing_is_named_before_any_connection(
         EtcdClient(config)
 
 
-def test_tls_and_a_restart(authority: Authority, node: Issued) -> None:
-    seen = Seen()
-    tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
-    with SecureServer(authority) as server, connect(url(server), **tls) as client, Session(client, 60) as session:
-        client.put("/key", b"1", session.lease_id)
-        client.watch(Span("/key"), 1, seen)
-        server.kill()
-        server.restart()
-        client.put("/key", b"2", session.lease_id, timeout=DEADLINE)
-        assert [event.kv.value for event in seen.events(2)] == [b"1", b"2"]
-        assert session.state is not SessionState.LOST
-
-
 def test_certificates_are_rotated_under_a_running_client(tmp_path: Path) -> None:
     """All of them, also the authority: whoever connects from then on needs the new ones."""
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
@@ -357,24 +269,6 @@ def test_certificates_are_rotated_under_a_running_client(tmp_path: Path) -> None
         client.put("/key", b"2", session.lease_id, timeout=DEADLINE)
         assert [event.kv.value for event in seen.events(2)] == [b"1", b"2"]
         assert session.state is not SessionState.LOST
-
-
-@pytest.mark.parametrize("emptied", ["ca_cert", "cert", "key"])
-def test_a_file_that_is_empty_while_it_is_replaced(tmp_path: Path, emptied: str) -> None:
-    """gRPC would end the process over a key without contents, and trust anybody's authorities for want of ours."""
-    authority, seen = Authority(tmp_path, "authority"), Seen()
-    node = authority.issue("node")
-    tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
-    copies = {name: str(shutil.copy(path, tmp_path)) for name, path in tls.items()}
-    with SecureServer(authority) as server, connect(url(server), **copies) as client:
-        client.watch(Span("/key"), 1, seen)
-        server.kill()
-        os.truncate(copies[emptied], 0)
-        with pytest.raises(EtcdUnavailable):
-            client.get("/key", timeout=3)
-        server.restart()
-        client.put("/key", b"1", timeout=DEADLINE)
-        assert [event.kv.value for event in seen.events(1)] == [b"1"]
 
 
 # -- users ----------------------------------------------------------------------------------------------------------
@@ -492,51 +386,6 @@ def test_tokens_that_run_out_are_renewed(guarded: FragileEtcd) -> None:
             assert keeping.get("/job/lease").one is not None
 
 
-def test_logins_survive_a_restart(guarded: FragileEtcd) -> None:
-    """The server has forgotten all tokens then."""
-    seen = Seen()
-    with trainer(guarded) as client, Session(client, 30) as session:
-        client.put("/job/key", b"1", session.lease_id)
-        client.watch(Span("/job/key"), 1, seen)
-        seen.events(1)
-        for i in (2, 3):
-            guarded.kill()
-            guarded.restart()
-            client.put("/job/key", str(i).encode(), session.lease_id, timeout=DEADLINE)
-            assert [event.kv.value for event in seen.events(i)] == [b"1", b"2", b"3"][:i]
-        assert session.state is not SessionState.LOST
-
-
-def test_users_write_together_also_when_their_token_has_run_out(guarded: FragileEtcd) -> None:
-    with trainer(guarded) as client:
-        for attempt in range(1, 4):
-            guards = [Compare(f"/job/{i}", "version", "=", attempt - 1) for i in range(16)]
-            with ThreadPoolExecutor(16) as pool:
-                results = list(pool.map(lambda guard: client.txn([guard], [Put(guard.key, b"")]), guards))
-            assert [result.succeeded for result in results] == [True] * 16, results
-            if attempt < 3:
-                outlive_a_token()
-
-
-def test_many_threads_log_in_once(guarded_for_all: FragileEtcd) -> None:
-    with trainer(guarded_for_all) as client:
-        logins: queue.SimpleQueue[str] = queue.SimpleQueue()
-        transport: Any = client._transport
-        log_in = transport._log_in
-
-        def count(deadline: float) -> str:
-            logins.put("")
-            return str(log_in(deadline))
-
-        transport._log_in = count
-        threads = [threading.Thread(target=client.get, args=("/job/key",)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert logins.qsize() == 1
-
-
 def test_a_user_where_authentication_is_off_and_then_switched_on() -> None:
     seen = Seen()
     with FragileEtcd(extra_args=[JSON_GATEWAY]) as server, trainer(server) as client, Session(client, 60) as session:
@@ -550,19 +399,6 @@ def test_a_user_where_authentication_is_off_and_then_switched_on() -> None:
         client.watch(Span("/job/key"), 1, other)
         for each in (seen, other):
             assert [event.kv.value for event in each.events(2)] == [b"1", b"2"]
-
-
-def test_a_login_takes_no_longer_than_the_call_may(guarded: FragileEtcd) -> None:
-    with connect(guarded.get_endpoint(), user="trainer", password="swordfish", request_timeout=60) as client:
-        guarded.pause()
-        threads = [threading.Thread(target=lambda: refused(client)) for _ in range(3)]
-        began = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert time.monotonic() - began < 15  # not 60, nor three times anything
-        guarded.resume()
 
 
 def refused(client: EtcdClient) -> None:
@@ -662,7 +498,7 @@ def test_commands_take_tls_and_a_login_as_all_else_does(
 
 def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority, node: Issued) -> None:
     served = authority.issue("metrics", "IP:127.0.0.1")
-    tls = ServingTls.load(served.cert, served.key, authority.cert)
+    tls = serving_tls(served.cert, served.key, authority.cert)
     context = ssl.create_default_context(cafile=authority.cert)
     with MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process) as server:
         assert server.url.startswith("https://")
@@ -676,7 +512,7 @@ def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority,
 @pytest.mark.parametrize("secure", [True, False])
 def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authority, secure: bool) -> None:
     served = authority.issue("metrics", "IP:127.0.0.1")
-    tls = ServingTls.load(served.cert, served.key, None) if secure else None
+    tls = serving_tls(served.cert, served.key, None) if secure else None
     context = ssl.create_default_context(cafile=authority.cert)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process))
@@ -698,7 +534,7 @@ def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authori
 
 @pytest.mark.parametrize("first", [b"", b"GET / HT"])
 def test_a_connection_to_the_metrics_lasts_only_so_long(monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
-    monkeypatch.setattr(http, "CONNECTION_TIMEOUT", 0.2)
+    monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT", 0.2)
     with (
         MetricsServer(MetricsAddress(LOOPBACK, 0), collect_process) as server,
         socket.create_connection((LOOPBACK, urlsplit(server.url).port), DEADLINE) as slow,

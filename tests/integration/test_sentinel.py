@@ -15,19 +15,16 @@ from pathlib import Path
 
 import pytest
 from etcd_cluster import EtcdCluster
-from helpers import DEADLINE, eventually, freeze
+from helpers import DEADLINE, freeze
 from victims import KILLED, LONG_TTL, PROGRAM, SHORT_TTL, Victim, a_process, runs
 
 import ftcoord
 from ftcoord.config import Credentials, EtcdConfig, Tls
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.orphans import MARK, Orphans
-from ftcoord.primitives.sentinel import Sentinel
-from ftcoord.primitives.sentinel_main import WatchedProcess
-from ftcoord.primitives.sentinel_orders import config_from, config_raw
-from ftcoord.proc import fate_of, own_pidfd
+from ftcoord.primitives.sentinel import config_from, config_raw
+from ftcoord.proc import fate_of
 
 
 @pytest.fixture
@@ -52,15 +49,6 @@ def test_a_death_is_told_with_its_cause(victim: Victim, act: str, fate: str) -> 
     victim.tell(act)
     assert victim.await_end() == f"{os.uname().nodename} (pid {victim.pid}) {fate}"
     victim.await_end_of(victim.sentinel)
-
-
-def test_a_death_is_told_of_all_members_that_the_process_was(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
-    """More of them than one transaction takes."""
-    members = [f"{number:016x}" for number in range(150)]
-    with a_process(etcd.get_endpoint(), client, prefix, MOURNED_WAS=" ".join(members)) as victim:
-        victim.tell("signal SIGKILL")
-        cause = victim.await_end()
-        assert causes_of(client, prefix, members) == dict.fromkeys(members, cause)
 
 
 def test_signals_that_a_scheduler_sends_to_all_processes_are_not_meant_for_it(victim: Victim) -> None:
@@ -131,14 +119,6 @@ def test_one_that_was_killed_is_replaced(etcd: EtcdServer, client: EtcdClient, p
         victim.await_end_of(other)
 
 
-def test_where_both_are_killed_the_lease_ends_by_time(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
-    with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL) as victim:
-        freeze(victim.pid)
-        os.kill(victim.sentinel, signal.SIGKILL)
-        os.kill(victim.pid, signal.SIGKILL)
-        assert victim.await_end() == ""
-
-
 @pytest.mark.parametrize("word", ["0", "false", "No", " off "])
 def test_it_can_be_switched_off(etcd: EtcdServer, client: EtcdClient, prefix: str, word: str) -> None:
     with a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL, FTCOORD_SENTINEL=word) as victim:
@@ -154,47 +134,8 @@ def test_the_cause_arrives_though_the_leader_dies_with_the_process(cluster: Etcd
         assert "SIGKILL" in victim.await_end()
 
 
-def test_that_none_can_be_started_is_said_once(
-    client: EtcdClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    sentinel = Sentinel()
-    for _ in range(3):
-        sentinel.keep(client.config, 1, LONG_TTL, "/deaths")
-    warnings = [one for one in caplog.records if one.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert "leases depend on this process alone" in warnings[0].message
-    assert sentinel.pid is None
-    sentinel.drop(1)
-
-
-def test_a_lease_that_rests_is_not_renewed_but_given_up(etcd: EtcdServer, client: EtcdClient) -> None:
-    sentinel = Sentinel()
-    lease = client.grant(SHORT_TTL)
-    client.put("/resting", b"", lease.id)
-    sentinel.keep(client.config, lease.id, lease.ttl, "/deaths")
-    sentinel.rest(lease.id)
-    eventually(lambda: client.get("/resting").one is None, "the lease has ended")
-    sentinel.drop(lease.id)
-    assert sentinel.pid is None
-
-
 def refused(_pid: int) -> int:
     raise PermissionError(errno.EPERM, "by a seccomp filter")
-
-
-def test_without_pidfds_a_process_can_still_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pidfd_open", refused)
-    assert own_pidfd() is None
-    parent = WatchedProcess(os.getppid(), None)
-    assert parent.runs()
-    assert not parent.has_ended()
-
-
-def test_a_number_that_was_given_to_another_process_is_not_taken_for_it() -> None:
-    other = WatchedProcess(os.getpid(), None)  # which runs, and is not this one's parent
-    assert not other.runs()
-    assert other.has_ended()
 
 
 @pytest.mark.parametrize(

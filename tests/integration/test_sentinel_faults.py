@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,15 +16,13 @@ from pathlib import Path
 
 import pytest
 from etcd_cluster import EtcdCluster
-from helpers import DEADLINE, eventually, freeze, open_files, set_alarm
-from victims import KILLED, LONG_TTL, SHORT_TTL, Holder, Victim, a_process, runs, sentinels_of
+from helpers import DEADLINE, eventually, freeze, open_files
+from victims import KILLED, LONG_TTL, Victim, a_process, runs
 
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives import sentinel as owner
-from ftcoord.primitives import sentinel_pipe
 from ftcoord.primitives.sentinel import Sentinel
 
 TTL = 10
@@ -38,7 +34,6 @@ QUIET = 3.0
 """Seconds."""
 SMALL = 1 << 28
 """Bytes: enough for a process and its sentinel."""
-CHURNING = 6
 
 
 # -- with etcd --------------------------------------------------------------------------------------------------------
@@ -77,26 +72,6 @@ def test_killed_in_every_order_with_the_leader(cluster: EtcdCluster, prefix: str
                 assert cause == "" or cause.endswith(KILLED), order
             else:
                 assert victim.await_end().endswith(KILLED), order
-
-
-def test_where_etcd_takes_no_cause_the_lease_is_given_up_all_the_same(fragile: EtcdServer, prefix: str) -> None:
-    """NOSPACE: it takes neither a key nor a lease."""
-    with fragile.get_client() as client, a_process(fragile.get_endpoint(), client, prefix) as victim:
-        set_alarm(fragile.get_endpoint(), True)
-        victim.kill()
-        assert victim.await_end() == ""
-
-
-def test_whoever_reads_what_the_process_says_does_not_wait_for_etcd(fragile: EtcdServer, prefix: str) -> None:
-    """The sentinel inherits standard error, and would else hold it until the lease has ended by time."""
-    endpoint = fragile.get_endpoint()
-    with fragile.get_client() as client, a_process(endpoint, client, prefix, stderr=subprocess.PIPE) as victim:
-        fragile.pause()
-        victim.kill()
-        victim.await_end_of_errors()
-        assert runs(victim.sentinel)
-        fragile.resume()
-        assert victim.await_end().endswith(KILLED)
 
 
 # -- what it costs, and shows -----------------------------------------------------------------------------------------
@@ -154,68 +129,19 @@ def test_its_command_line_and_environment_tell_no_login(etcd: EtcdServer, monkey
 # -- what the process does --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("closed", ["0", "02", "012"])
-def test_standard_streams_that_are_closed(etcd: EtcdServer, client: EtcdClient, prefix: str, closed: str) -> None:
-    """What is opened next then has their numbers."""
-    with a_process(etcd.get_endpoint(), client, prefix, MOURNED_CLOSED=closed) as victim:
-        victim.does("fork_in_c")  # a child that keeps the pipe open: only the pidfd tells
-        victim.kill()
-        assert victim.await_end().endswith(KILLED)
-
-
 @pytest.mark.parametrize("first", ["child", "fork", "fork_in_c"])
 def test_without_pidfds(etcd: EtcdServer, client: EtcdClient, prefix: str, first: str) -> None:
     """As under a kernel, or a seccomp filter, that has none. A child that keeps the pipe open delays it a little."""
-    with a_process(etcd.get_endpoint(), client, prefix, TTL, MOURNED_NO_PIDFD="1") as victim:
+    with a_process(etcd.get_endpoint(), client, prefix, TTL, VICTIM_NO_PIDFD="1") as victim:
         assert victim.does(first) == "done"
         victim.kill()
         assert victim.await_end().endswith(KILLED)
-
-
-def test_a_storm_of_forks(victim: Victim) -> None:
-    assert victim.does("storm 100") == "done"
-    assert victim.does("pid") == str(victim.sentinel)
-    assert victim.lives()
-    victim.kill()
-    assert victim.await_end().endswith(KILLED)
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_processes_of_multiprocessing_have_sentinels_of_their_own(
-    victim: Victim, client: EtcdClient, prefix: str, method: str
-) -> None:
-    child = Holder(victim.does(f"start {method}"), client, prefix)
-    assert child.sentinel != victim.sentinel
-    os.kill(child.pid, signal.SIGKILL)
-    cause = child.await_end()
-    # Who waits for it at once leaves nothing for others, before Linux 6.15.
-    assert cause.endswith((KILLED, "ended, and nobody could tell how"))
-    child.await_end_of(child.sentinel)
-    assert victim.lives()
 
 
 @pytest.fixture
 def victim(etcd: EtcdServer, client: EtcdClient, prefix: str) -> Iterator[Victim]:
     with a_process(etcd.get_endpoint(), client, prefix) as process:
         yield process
-
-
-def test_killed_at_any_moment_while_sentinels_start_and_stop(etcd: EtcdServer, client: EtcdClient, prefix: str) -> None:
-    """What nobody told the sentinel in time ends by time. No process is left."""
-    dice, churned = random.Random(prefix), Get(Span(f"{prefix}/churn-", is_prefix=True))
-    with ExitStack() as ends:
-        victims = [
-            ends.enter_context(a_process(etcd.get_endpoint(), client, prefix, SHORT_TTL)) for _ in range(CHURNING)
-        ]
-        for victim in victims:
-            assert victim.does("close") == "done"
-            victim.tell("churn")
-        for victim in victims:
-            threading.Event().wait(dice.uniform(0, 1))
-            victim.kill()
-        eventually(lambda: not client.range(churned).kvs, "no key is left")
-        for victim in victims:
-            eventually(lambda victim=victim: not any(map(runs, sentinels_of(victim.pid))), "no sentinel is left")
 
 
 @pytest.fixture
@@ -245,7 +171,7 @@ def _group_with(limit: int) -> Path:
 def test_the_kernel_kills_for_lack_of_memory(
     etcd: EtcdServer, client: EtcdClient, prefix: str, small_group: Path
 ) -> None:
-    with a_process(etcd.get_endpoint(), client, prefix, MOURNED_GROUP=str(small_group)) as victim:
+    with a_process(etcd.get_endpoint(), client, prefix, VICTIM_GROUP=str(small_group)) as victim:
         eventually(lambda: _settled(victim.sentinel), "it knows how many were killed before")
         victim.tell("eat")
         assert victim.await_end().endswith("since its control group had no memory left (OOM)")
@@ -279,18 +205,6 @@ def test_where_no_process_can_be_started(
         sentinel.drop(lease)
 
 
-@pytest.mark.parametrize("executable", [None, "", "/nowhere/python"])
-def test_where_the_interpreter_is_not_known(
-    client: EtcdClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, executable: str | None
-) -> None:
-    """It is embedded in a program, or this process has changed its root."""
-    monkeypatch.setattr(sys, "executable", executable)
-    sentinel = Sentinel()
-    sentinel.keep(client.config, 1, LONG_TTL, "/deaths")
-    assert (len(warnings(caplog)), sentinel.pid) == (1, None)
-    sentinel.drop(1)
-
-
 @contextmanager
 def interpreter(monkeypatch: pytest.MonkeyPatch, path: Path, *lines: str) -> Iterator[Sentinel]:
     """A sentinel whose process does this instead."""
@@ -306,26 +220,10 @@ def interpreter(monkeypatch: pytest.MonkeyPatch, path: Path, *lines: str) -> Ite
         assert sentinel.pid is None
 
 
-def test_one_that_fails_again_and_again_is_not_started_with_each_renewal(
-    client: EtcdClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    starts = tmp_path / "starts"
-    with interpreter(monkeypatch, tmp_path / "python", f"echo >> {starts}", "exit 1") as sentinel:
-
-        def renewed_by_all() -> bool:
-            for lease in range(100):
-                sentinel.keep(client.config, lease, LONG_TTL, "/deaths")
-            return starts.exists() and len(starts.read_text()) >= 3
-
-        eventually(renewed_by_all, "it is tried again")
-        assert len(starts.read_text()) == 3
-    assert len(warnings(caplog)) == 1
-
-
 def test_one_that_reads_nothing_is_replaced_and_nobody_waits_for_it(
     client: EtcdClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sentinel_pipe, "HANGS_AFTER", 0.1)
+    monkeypatch.setattr(owner, "HANGS_AFTER", 0.1)
     with interpreter(monkeypatch, tmp_path / "python", "exec sleep 600") as sentinel:
         sentinel.keep(client.config, 1, LONG_TTL, "/deaths")
         first = sentinel.pid
@@ -343,62 +241,3 @@ def test_one_that_reads_nothing_is_replaced_and_nobody_waits_for_it(
         assert not runs(first)
     assert len(warnings(caplog)) == 1
     assert "does not read" in warnings(caplog)[0]
-
-
-def test_thousands_of_leases_are_told_though_the_pipe_does_not_hold_them(
-    client: EtcdClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    count, told = 5000, tmp_path / "told"
-    with interpreter(monkeypatch, tmp_path / "python", f"exec cat > {told}") as sentinel:
-        works, sys.executable = sys.executable, "/nowhere/python"
-        for lease in range(count):
-            sentinel.keep(client.config, lease, LONG_TTL, "/deaths")
-        monkeypatch.setattr(sys, "executable", works)
-
-        def all_told() -> bool:
-            sentinel.keep(client.config, count, LONG_TTL, "/deaths")
-            *whole, _ = told.read_text().split("\n") if told.exists() else [""]
-            return {order["keep"] for order in map(json.loads, whole) if "keep" in order} == {*range(count + 1)}
-
-        eventually(all_told, "all are told")
-    assert len(warnings(caplog)) == 1, "that the first one could not be started"
-
-
-def test_what_it_is_told_never_lands_in_a_file_of_somebody_else(
-    client: EtcdClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A library has closed all files that it did not know, and opened another one."""
-    with interpreter(monkeypatch, tmp_path / "python", "exec cat") as sentinel, open(tmp_path / "mine", "w+") as mine:
-        sentinel.keep(client.config, 1, LONG_TTL, "/deaths")
-        process = sentinel._process
-        assert process is not None
-        number = process._pipe._ours
-        os.dup2(mine.fileno(), number)
-
-        def another_one() -> bool:
-            sentinel.keep(client.config, 1, LONG_TTL, "/deaths")
-            return sentinel.pid not in (None, process.pid)
-
-        eventually(another_one, "there is another one")
-        os.fstat(number)  # it is not closed
-        os.close(number)
-        assert mine.read() == ""
-    assert "not his" in warnings(caplog)[0]
-
-
-def test_its_environment_is_read_while_others_write_to_it() -> None:
-    done = threading.Event()
-
-    def change() -> None:
-        while not done.is_set():
-            os.environ["SENTINEL_TEST"] = ""
-            del os.environ["SENTINEL_TEST"]
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        for _ in range(500):
-            assert owner._environment()["PATH"] == os.environ["PATH"]
-    finally:
-        done.set()
-        thread.join()

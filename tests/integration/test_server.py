@@ -1,8 +1,7 @@
-"""EtcdServer, and the tests' EtcdCluster: real etcd processes, which never outlive the process that starts them."""
+"""EtcdServer: real etcd processes, which never outlive the process that starts them."""
 
 from __future__ import annotations
 
-import gc
 import http.client
 import json
 import os
@@ -12,21 +11,19 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from etcd_cluster import EtcdCluster, FragileEtcd, Member, state_of
-from helpers import DEADLINE, eventually, freeze, own_port
+from etcd_cluster import FragileEtcd, state_of
+from helpers import DEADLINE, eventually
 
 import ftcoord
-from ftcoord.config import Credentials, EtcdConfig
-from ftcoord.embedded.binary import find_etcd
-from ftcoord.embedded.server import EtcdServer, set_login
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Credentials, Endpoint, EtcdConfig
+from ftcoord.embedded import server as server_module
+from ftcoord.embedded.server import EtcdServer, find_etcd
 from ftcoord.errors import ConfigError, EtcdAuthError, EtcdNoSpace, ForkedProcessError, ServerError
 from ftcoord.etcd.client import EtcdClient
 
@@ -61,13 +58,6 @@ def server(scratch: Path) -> Iterator[FragileEtcd]:
         yield started
 
 
-@pytest.fixture
-def cluster(scratch: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(3) as started:
-        yield started
-    assert list(scratch.iterdir()) == []
-
-
 def listening_socket() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
@@ -86,15 +76,13 @@ def post(member: EtcdServer, host: str, path: str = "/v3/kv/put") -> int:
         connection.close()
 
 
-def test_web_pages_reach_no_key(cluster: EtcdCluster) -> None:
-    with EtcdServer() as server:
-        for member in (server, *cluster.members):
-            own = f"127.0.0.1:{member.get_port()}"
-            assert post(member, own) == http.client.NOT_FOUND
-            assert post(member, f"evil.example:{member.get_port()}") == http.client.MISDIRECTED_REQUEST
-            answers = [post(member, host, "/health") for host in (own, "localhost", "[::1]:1", "evil.example")]
-            assert answers == [http.client.METHOD_NOT_ALLOWED] * 3 + [http.client.MISDIRECTED_REQUEST]
-            assert get(member, "a") is None
+def test_web_pages_reach_no_key(server: EtcdServer) -> None:
+    own = f"127.0.0.1:{server.get_port()}"
+    assert post(server, own) == http.client.NOT_FOUND
+    assert post(server, f"evil.example:{server.get_port()}") == http.client.MISDIRECTED_REQUEST
+    answers = [post(server, host, "/health") for host in (own, "localhost", "[::1]:1", "evil.example")]
+    assert answers == [http.client.METHOD_NOT_ALLOWED] * 3 + [http.client.MISDIRECTED_REQUEST]
+    assert get(server, "a") is None
 
 
 def anonymous(server: EtcdServer) -> EtcdClient:
@@ -124,20 +112,11 @@ def test_a_login_is_kept_with_the_data(tmp_path: Path, scratch: Path) -> None:
 def test_a_start_that_was_killed_half_way_is_completed(tmp_path: Path, scratch: Path) -> None:
     """The user is there, with a password that nobody knows; logins are off."""
     half = EtcdConfig((Endpoint("127.0.0.1", 1),), credentials=Credentials("root", "unknown"))
-    with EtcdServer(tmp_path) as server:
-        set_login(replace(half, endpoints=server.config().endpoints), True)
-        set_login(replace(half, endpoints=server.config().endpoints), False)
+    with EtcdServer(tmp_path) as server, EtcdClient(replace(half, endpoints=server.config().endpoints)) as client:
+        client.set_login(True)
+        client.set_login(False)
     with EtcdServer(tmp_path, login=True) as server:
         put(server, "a", "1")
-
-
-def test_the_users_of_an_etcd_are_left_as_they_are(tmp_path: Path, scratch: Path) -> None:
-    with EtcdServer(tmp_path) as server:
-        own = replace(server.config(), credentials=Credentials("root", "secret"))
-        set_login(own, True)
-    with pytest.raises(ServerError, match=r"authentication failed.*--no-login") as caught:
-        EtcdServer(tmp_path, login=True).start()
-    assert "secret" not in str(caught.value)
 
 
 # -- start, stop, restart ---------------------------------------------------------------------------------------------
@@ -162,16 +141,6 @@ def test_serves_until_stopped_and_leaves_nothing(scratch: Path) -> None:
     server.stop()
 
 
-def test_can_be_started_again_after_stop_with_fresh_data(scratch: Path) -> None:
-    server = EtcdServer()
-    for _ in range(2):
-        server.start()
-        assert get(server, "a") is None
-        put(server, "a", "1")
-        server.stop()
-    assert list(scratch.iterdir()) == []
-
-
 def test_restart_keeps_port_and_data(server: EtcdServer) -> None:
     port, pid = server.get_port(), server.pid
     put(server, "a", "1")
@@ -189,34 +158,6 @@ def test_restart_keeps_port_and_data(server: EtcdServer) -> None:
     assert get(server, "a") == "1"
 
 
-def test_nobody_gets_the_port_of_a_killed_server(server: EtcdServer) -> None:
-    server.kill()
-    with socket.socket() as thief, pytest.raises(OSError, match="in use"):
-        thief.bind(("127.0.0.1", server.get_port()))
-    server.restart()
-    assert server.healthy(DEADLINE)
-
-
-def test_given_data_dir_is_kept(tmp_path: Path, scratch: Path) -> None:
-    data = tmp_path / "data"
-    with EtcdServer(data) as server:
-        put(server, "a", "1")
-    assert (data / "member").is_dir()
-    assert (data / "etcd.log").is_file()
-    with EtcdServer(data) as server:
-        assert get(server, "a") == "1"
-    assert list(scratch.iterdir()) == []
-
-
-def test_given_port_log_and_host(tmp_path: Path) -> None:
-    port, log = own_port(), tmp_path / "server.log"
-    with EtcdServer(port=port, host="localhost", log_path=log) as server:
-        assert server.get_port() == port
-        assert server.get_endpoint() == f"localhost:{port}"
-        assert server.healthy(DEADLINE)
-    assert log.read_text()
-
-
 def test_out_of_space_is_still_started(scratch: Path) -> None:
     with EtcdServer(extra_args=["--quota-backend-bytes=1000000"]) as server:
         with server.get_client() as client:
@@ -231,44 +172,10 @@ def test_out_of_space_is_still_started(scratch: Path) -> None:
         assert server.healthy(DEADLINE)
 
 
-def test_log_goes_to_the_stderr_that_start_was_given(tmp_path: Path, scratch: Path) -> None:
-    server = EtcdServer(extra_args=["--log-level=info"])
-    with open(tmp_path / "stderr", "w") as stderr:
-        server.start(stderr=stderr)
-    server.stop()
-    assert "ftcoord-default" in (tmp_path / "stderr").read_text()
-    with pytest.raises(ConfigError, match="stderr"):
-        server.start(stderr=subprocess.PIPE)
-    server.start(stderr=subprocess.DEVNULL)
-    server.stop()
-
-
 def test_etcd_variables_of_the_environment_do_not_reach_it(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETCD_LISTEN_METRICS_URLS", "nonsense")
     with EtcdServer() as server:
         assert server.healthy(DEADLINE)
-
-
-def test_pause_hangs_it_and_resume_lets_it_go_on(server: EtcdServer) -> None:
-    pid = server.pid
-    server.pause()
-    server.pause()
-    assert server.is_paused()
-    assert server.is_running()
-    assert not server.healthy(timeout=0.2)
-    server.resume()
-    assert not server.is_paused()
-    eventually(server.healthy, "the resumed server answers")
-    assert server.pid == pid
-
-
-@pytest.mark.parametrize("end", ["kill", "restart", "stop"])
-def test_a_paused_server_can_be_ended(server: EtcdServer, end: str) -> None:
-    pid = server.pid
-    server.pause()
-    getattr(server, end)()
-    assert not alive(pid)
-    assert not server.is_paused()
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -286,20 +193,6 @@ def test_a_paused_server_can_be_ended(server: EtcdServer, end: str) -> None:
 def test_bad_arguments_are_refused(key: str, arguments: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=key):
         EtcdServer(**arguments)  # type: ignore[arg-type]
-
-
-def test_calls_that_need_a_started_server_say_so() -> None:
-    server = EtcdServer()
-    for call in (server.get_port, server.get_endpoint, server.kill, server.restart, server.config):
-        with pytest.raises(ServerError, match="call start"):
-            call()
-    server.stop()
-
-
-def test_starting_twice_is_an_error(server: EtcdServer) -> None:
-    with pytest.raises(ServerError, match="started already"):
-        server.start()
-    assert server.healthy(DEADLINE)
 
 
 def test_a_given_port_that_is_taken_is_named(scratch: Path) -> None:
@@ -324,32 +217,6 @@ def test_failed_start_quotes_the_log_and_leaves_nothing(scratch: Path) -> None:
     server.stop()
 
 
-def test_start_gives_up_at_its_time_out(scratch: Path) -> None:
-    server = EtcdServer(extra_args=["--initial-election-tick-advance=false", "--election-timeout=50000"])
-    with pytest.raises(ServerError, match="did not serve within"):
-        server.start(timeout=1)
-    assert list(scratch.iterdir()) == []
-
-
-def test_unusable_directories_are_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ServerError, match="data_dir"):
-        EtcdServer(tmp_path / "file" / "data").start()
-    with pytest.raises(ServerError, match="log_path"):
-        EtcdServer(log_path=tmp_path / "missing" / "log").start()
-
-
-def test_a_binary_that_cannot_be_executed_is_named(
-    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    binary = executable(tmp_path / "etcd")
-    binary.write_bytes(b"\x7fELF, but not really")
-    monkeypatch.setenv("FTCOORD_ETCD_BINARY", str(binary))
-    with pytest.raises(ServerError, match=f"(?s)ended with code 1 .*cannot execute '{binary}'"):
-        EtcdServer().start()
-    assert list(scratch.iterdir()) == []
-
-
 # -- the binary -------------------------------------------------------------------------------------------------------
 
 
@@ -365,7 +232,7 @@ def no_etcd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.delenv("FTCOORD_ETCD_BINARY", raising=False)
     monkeypatch.delenv("TORCHELASTIC_ETCD_BINARY_PATH", raising=False)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(metadata, "files", lambda name: None)
+    monkeypatch.setattr(server_module, "find_spec", lambda name: None)
     return monkeypatch
 
 
@@ -380,31 +247,12 @@ def test_the_binary_is_looked_for_in_order(no_etcd: pytest.MonkeyPatch, tmp_path
     assert find_etcd() == str(tmp_path / "ours" / "etcd")
 
 
-@pytest.mark.parametrize("variable", ["FTCOORD_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH"])
-def test_a_variable_that_names_no_executable_is_an_error(
-    no_etcd: pytest.MonkeyPatch, tmp_path: Path, variable: str
-) -> None:
-    (tmp_path / "etcd").touch(mode=0o644)
-    no_etcd.setenv("PATH", str(executable(tmp_path / "path" / "etcd").parent))
-    for value in (tmp_path / "missing", tmp_path / "etcd"):
-        no_etcd.setenv(variable, str(value))
-        with pytest.raises(ServerError, match=f"{variable}='{value}'"):
-            find_etcd()
-    no_etcd.setenv(variable, "")
-    assert find_etcd() == str(tmp_path / "path" / "etcd")
-
-
 def test_the_wheel_brings_a_binary_and_its_script_is_bypassed(no_etcd: pytest.MonkeyPatch) -> None:
-    no_etcd.setattr(metadata, "files", lambda name: metadata.distribution(name).files)
+    no_etcd.setattr(server_module, "find_spec", find_spec)
     in_wheel = find_etcd()
     assert in_wheel.endswith("etcdbin/etcd")
     no_etcd.setenv("PATH", str(Path(sys.executable).parent))
     assert find_etcd() == in_wheel
-
-
-def test_importing_the_server_loads_neither_grpc_nor_torch() -> None:
-    code = "import sys, ftcoord.embedded.server; sys.exit(bool({'grpc', 'torch'} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=DEADLINE)
 
 
 # -- the end of the parent --------------------------------------------------------------------------------------------
@@ -428,16 +276,10 @@ def run_parent(code: str, tmp: Path) -> subprocess.Popen[str]:
 
 START = """
 import os, signal, sys
-from ftcoord.embedded.server import EtcdServer, set_login
+from ftcoord.embedded.server import EtcdServer
 server = EtcdServer()
 server.start()
 print(server.pid, server.get_port(), flush=True)
-"""
-FORK = """
-child = os.fork()
-if child == 0:
-    signal.pause()
-print(child, flush=True)
 """
 WAIT = "sys.stdin.read()"
 
@@ -484,42 +326,6 @@ def test_parent_that_is_killed_ends_etcd(parent: Parent, first: str, way: signal
     eventually(lambda: not alive(etcd), "etcd ends with its parent")
 
 
-def test_the_next_start_removes_what_a_killed_parent_left(parent: Parent, scratch: Path) -> None:
-    """And nothing that another process uses, or may be about to use."""
-    process, etcd = parent(WAIT)
-    other, _ = parent(WAIT)
-    left, used = sorted(scratch.iterdir(), key=lambda path: (path / "etcd.log").stat().st_mtime)
-    process.kill()
-    process.wait()
-    eventually(lambda: not alive(etcd), "etcd ends with its parent")
-    fresh = Path(tempfile.mkdtemp(prefix="ftcoord-server-", dir=scratch))
-    with EtcdServer():
-        assert fresh.exists(), "it may just have been made"
-        assert not left.exists()
-        assert used.exists()
-    os.kill(other.pid, signal.SIGKILL)
-
-
-def test_a_forked_child_that_lives_on_does_not_keep_etcd(parent: Parent, scratch: Path) -> None:
-    process, etcd = parent(FORK + WAIT)
-    assert process.stdout is not None
-    child = int(process.stdout.readline())
-    try:
-        process.kill()
-        process.wait()
-        eventually(lambda: not alive(etcd), "etcd ends with its parent")
-        assert alive(child)
-    finally:
-        os.kill(child, signal.SIGKILL)
-
-
-def test_stop_works_while_a_forked_child_lives(parent: Parent, scratch: Path) -> None:
-    process, etcd = parent(FORK + "server.stop()\nos.kill(child, signal.SIGKILL)\nos.waitpid(child, 0)")
-    assert process.wait(DEADLINE) == 0
-    assert not alive(etcd)
-    assert list(scratch.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     "code", ["sys.exit(3)", "raise SystemExit(3)", "del server\nimport gc; gc.collect()\nsys.exit(3)"]
 )
@@ -529,21 +335,6 @@ def test_parent_that_ends_without_stop_leaves_nothing(parent: Parent, scratch: P
     eventually(lambda: not alive(etcd), what="it has ended")
     # Who forgets the server and exits at once may end before the files are gone: the next start removes them.
     assert "del server" in code or list(scratch.iterdir()) == []
-
-
-def test_exit_of_a_forked_child_does_not_end_it(parent: Parent) -> None:
-    process, etcd = parent(
-        """
-child = os.fork()
-if child == 0:
-    server.stop()
-    sys.exit(0)  # runs the exit handlers that it inherited
-os.waitpid(child, 0)
-sys.exit(0 if server.healthy(timeout=60) else 1)
-"""
-    )
-    assert process.wait(DEADLINE) == 0
-    eventually(lambda: not alive(etcd), "it ends with its parent")
 
 
 def test_a_forked_child_may_not_steer_it(server: EtcdServer) -> None:
@@ -561,109 +352,8 @@ def test_a_forked_child_may_not_steer_it(server: EtcdServer) -> None:
     assert server.healthy(DEADLINE)
 
 
-def test_a_stopped_parent_does_not_matter(parent: Parent) -> None:
-    process, etcd = parent(WAIT)
-    freeze(process.pid)
-    try:
-        assert state_of(etcd) not in ("", "Z", "T")
-    finally:
-        process.send_signal(signal.SIGCONT)
-    process.communicate()
-    assert process.returncode == 0
-    eventually(lambda: not alive(etcd), "it ends with its parent")
-
-
-def test_it_survives_the_thread_that_started_it(scratch: Path) -> None:
-    server = EtcdServer()
-    for call in (server.start, server.restart):
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        assert server.healthy(DEADLINE)
-    server.stop()
-
-
-def test_an_abandoned_server_is_ended(scratch: Path) -> None:
-    server = EtcdServer()
-    server.start()
-    pid = server.pid
-    del server
-    gc.collect()
-    eventually(lambda: not alive(pid), what="it has ended")
-    eventually(lambda: not list(scratch.iterdir()), what="its files are gone")
-
-
 def test_an_etcd_that_ended_is_noticed_and_started_again(server: EtcdServer) -> None:
     os.kill(server.pid, signal.SIGKILL)
     eventually(lambda: not server.is_running(), "it is noticed")
     server.restart()
     assert server.healthy(DEADLINE)
-
-
-# -- cluster ----------------------------------------------------------------------------------------------------------
-
-
-def test_cluster_serves_on_every_member(cluster: EtcdCluster) -> None:
-    assert cluster.endpoints == ",".join(member.get_endpoint() for member in cluster.members)
-    assert len(set(cluster.endpoints.split(","))) == 3
-    put(cluster.members[0], "a", "1")
-    assert [get(member, "a") for member in cluster.members] == ["1"] * 3
-    assert cluster.leader() in range(3)
-    with pytest.raises(ServerError, match="started already"):
-        cluster.start()
-
-
-def test_cluster_elects_another_leader_when_the_leader_is_killed(cluster: EtcdCluster) -> None:
-    old = cluster.leader()
-    cluster.kill(old)
-    new = cluster.leader()
-    assert new != old
-    put(cluster.members[new], "a", "1")
-    cluster.restart(old)
-    cluster.wait_healthy()
-    assert get(cluster.members[old], "a") == "1"
-    assert cluster.leader() in range(3)
-
-
-def test_cluster_elects_another_leader_when_the_leader_is_paused(cluster: EtcdCluster) -> None:
-    old = cluster.leader()
-    cluster.pause(old)
-    new = cluster.leader()
-    assert new != old
-    put(cluster.members[new], "a", "1")
-    cluster.resume(old)
-    cluster.wait_healthy()
-    assert get(cluster.members[old], "a") == "1"
-
-
-def test_cluster_keeps_its_data_when_all_members_are_killed(cluster: EtcdCluster) -> None:
-    put(cluster.members[0], "a", "1")
-    for i in range(3):
-        cluster.kill(i)
-    with pytest.raises(ServerError, match="no member"):
-        cluster.wait_healthy()
-    cluster.restart(0, wait=False)
-    with pytest.raises(ServerError, match="no leader"):
-        cluster.leader(timeout=0.5)
-    cluster.restart(1, wait=False)
-    cluster.restart(2, wait=False)
-    cluster.wait_healthy()
-    assert get(cluster.members[2], "a") == "1"
-
-
-def test_cluster_that_cannot_start_leaves_nothing(scratch: Path) -> None:
-    cluster = EtcdCluster(3, extra_args=["--no-such-flag"])
-    with pytest.raises(ServerError, match="no-such-flag"):
-        cluster.start()
-    assert list(scratch.iterdir()) == []
-    cluster.stop()
-
-
-def test_cluster_is_not_started_without_all_of_its_members(scratch: Path) -> None:
-    """Two of three would serve: the one that ended at once must be missed all the same."""
-    cluster = EtcdCluster(3)
-    broken = Member("m0", ["--no-such-flag"])
-    cluster.members = (broken, *cluster.members[1:])
-    with pytest.raises(ServerError, match="ended with code"):
-        cluster.start()
-    assert not list(scratch.iterdir())

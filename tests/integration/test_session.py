@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
 import signal
 import threading
 import time
-import weakref
 
 import pytest
 from etcd_cluster import EtcdCluster
@@ -20,8 +18,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, EtcdUnavailable, ForkedProcessError, LeaseLost, ThreadNotStarted
 from ftcoord.etcd.api import Lease
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.renewal import KeptLease, Renewer
-from ftcoord.primitives.session import Session
+from ftcoord.primitives.session import KeptLease, Renewer, Session
 
 CONNECTED, SUSPENDED, LOST = SessionState.CONNECTED, SessionState.SUSPENDED, SessionState.LOST
 TTL = 2
@@ -186,14 +183,6 @@ def test_a_member_that_fails_costs_no_session(cluster: EtcdCluster, cluster_clie
         assert session.state is not LOST
 
 
-class Hanging:
-    """An etcd that never answers a renewal."""
-
-    def renew(self, lease_id: int, *, timeout: float) -> int:
-        wait_a_while(timeout)
-        raise EtcdUnavailable("nothing was heard, says the test")
-
-
 class Answering:
     """An etcd that answers at once: what the lease's TTL is, or that it was renewed too late."""
 
@@ -210,16 +199,6 @@ class Answering:
         return self._ttl
 
 
-def test_many_that_hang_cost_the_others_no_lease() -> None:
-    renewer, etcd, ttl = Renewer(), Answering(6), 6
-    hanging = [KeptLease(Hanging(), Lease(number, ttl), time.monotonic(), renewer=renewer) for number in range(1, 5)]
-    healthy = KeptLease(etcd, Lease(9, ttl), time.monotonic(), renewer=renewer)
-    assert [etcd.answers.get(timeout=DEADLINE) for _ in range(4)] == [ttl] * 4
-    for lease in (*hanging, healthy):
-        lease.stop()
-    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
-
-
 def test_one_thread_keeps_many_sessions_and_ends_with_the_last(client: EtcdClient) -> None:
     sessions = [Session(client, 60) for _ in range(20)]
     assert keeper_threads() == 1
@@ -232,25 +211,6 @@ def test_one_thread_keeps_many_sessions_and_ends_with_the_last(client: EtcdClien
         assert keeper_threads() == 1
 
 
-def test_sessions_are_independent(client: EtcdClient, fragile: EtcdServer) -> None:
-    """One whose etcd hangs does not cost the other its lease, nor does one that is lost."""
-    told, others_told = Told(), Told()
-    with fragile.get_client() as other_client:
-        lost = Session(client, TTL)
-        stuck = [Session(other_client, ttl, others_told) for ttl in (6, 3600)]
-        with Session(client, LONGER, told) as session:
-            client.revoke(lost.lease_id)
-            fragile.pause()
-            assert others_told.next() is SUSPENDED
-            wait_a_while(LONGER + 2)
-            assert client.renew(session.lease_id) == LONGER
-            fragile.resume()
-        for one in stuck:
-            one.close()
-        while not told.is_quiet():
-            assert told.next() is not LOST
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_listener_that_raises_ends_its_own_session_only(client: EtcdClient) -> None:
     def broken(state: SessionState) -> None:
@@ -261,19 +221,6 @@ def test_a_listener_that_raises_ends_its_own_session_only(client: EtcdClient) ->
         eventually(lambda: first.state is LOST, what="the loss")
         wait_a_while(LONGER + 2)
         assert client.renew(second.lease_id) == LONGER
-
-
-def test_closing_the_client_does_not_end_the_keep_alive_thread(client: EtcdClient, etcd: EtcdServer) -> None:
-    clients = [etcd.get_client() for _ in range(5)]
-    orphans = [Session(one, TTL) for one in clients]
-    with Session(client, LONGER) as session:
-        for one in clients:
-            wait_a_while(0.2)
-            one.close()
-        wait_a_while(LONGER + 2)
-        assert client.renew(session.lease_id) == LONGER
-    for orphan in orphans:
-        orphan.orphan()
 
 
 def test_a_stopped_lease_is_never_renewed_again(client: EtcdClient) -> None:
@@ -296,17 +243,6 @@ def test_a_stopped_lease_is_never_renewed_again(client: EtcdClient) -> None:
     assert renewals == [1]
 
 
-def test_a_lease_that_rests_is_renewed_when_it_is_wanted_again() -> None:
-    etcd = Answering(600)
-    kept = KeptLease(etcd, Lease(1, 6), time.monotonic(), renewer=Renewer())
-    kept.rest()
-    eventually(lambda: keeper_threads() == 0, what="the time of a renewal")
-    assert etcd.answers.empty()
-    kept.resume()
-    assert etcd.answers.get(timeout=DEADLINE) == 600
-    kept.stop()
-
-
 def test_a_short_rest_costs_no_renewal_and_a_long_one_a_single_one() -> None:
     etcd, renewer, now = Answering(600), Renewer(), time.monotonic()
     fresh = KeptLease(etcd, Lease(1, 600), now, renewer=renewer)
@@ -323,51 +259,6 @@ def test_a_short_rest_costs_no_renewal_and_a_long_one_a_single_one() -> None:
     stale.stop()
     eventually(lambda: keeper_threads() == 0, what="the end of the thread")
     assert etcd.answers.empty()
-
-
-class Noting:
-    """An etcd that notes which leases it renews, for ten minutes each."""
-
-    def __init__(self) -> None:
-        self.renewed: list[int] = []
-
-    def renew(self, lease_id: int, *, timeout: float) -> int:
-        self.renewed.append(lease_id)
-        return 600
-
-
-def test_a_thousand_leases_are_renewed_in_turn_but_for_those_that_were_stopped() -> None:
-    """Each is due since a moment of its own; whatever was stopped in between is passed over, however many."""
-    etcd, now, ahead = Noting(), time.monotonic(), 0
-    renewer = Renewer(clock=lambda: now + ahead)  # which stands still until all are scheduled
-    resting = KeptLease(etcd, Lease(10_000, 600), now, renewer=renewer)
-    kept = [KeptLease(etcd, Lease(number, 600), now - number / 1000, renewer=renewer) for number in range(1000)]
-    for lease in kept[::3]:
-        lease.stop()
-    for lease in kept:
-        renewer.schedule(lease, now + 1 - lease.id / 1000, hasten=True)
-    ahead = 2
-    left = [number for number in range(999, -1, -1) if number % 3]
-    try:
-        eventually(lambda: len(etcd.renewed) >= len(left), what="the renewals")
-        assert etcd.renewed == left
-    finally:
-        for lease in (*kept, resting):
-            lease.stop()
-    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
-
-
-def test_the_owner_of_a_stopped_lease_is_forgotten_though_others_are_kept() -> None:
-    renewer, told = Renewer(), Told()
-    other = KeptLease(Noting(), Lease(1, 600), time.monotonic(), renewer=renewer)
-    stopped = KeptLease(Noting(), Lease(2, 3600), time.monotonic(), told, renewer=renewer)
-    known = weakref.ref(told)
-    stopped.stop()
-    del stopped, told
-    gc.collect()
-    assert known() is None
-    other.stop()
-    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
 
 
 def test_a_forked_child_has_no_part_in_it(client: EtcdClient, prefix: str) -> None:

@@ -7,14 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from helpers import Seen, eventually, in_fork
+from helpers import Seen, eventually
 
 from ftcoord.config import EtcdConfig
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ClientClosed
 from ftcoord.etcd.api import Began, Span
-from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.shared import SharedClient
+from ftcoord.etcd.client import EtcdClient, SharedClient
 
 
 @pytest.fixture
@@ -97,16 +96,3 @@ def test_a_watch_that_was_cancelled_tells_nothing_at_the_end(config: EtcdConfig,
     one.close()
     two.close()
     assert seen.is_quiet()
-
-
-def test_a_forked_child_has_neither_its_parents_client_nor_its_own(config: EtcdConfig, prefix: str) -> None:
-    mine = SharedClient(config)
-    mine.put(prefix, b"x")
-
-    def child() -> None:
-        mine.close()
-        SharedClient(config)
-
-    assert in_fork(child) == in_fork(lambda: mine.get(prefix)) == "ForkedProcessError"
-    assert mine.get(prefix).kvs[0].value == b"x"
-    mine.close()

@@ -8,17 +8,17 @@ from typing import Any
 
 import name_server
 import pytest
-from helpers import DEADLINE
+from helpers import DEADLINE, own_port
 from name_server import NameServer
-from test_security import LOOPBACK, Authority, Issued, SecureServer, authority, node, secure
+from test_security import Authority, Issued, SecureServer, authority, node, secure
 
 from ftcoord import cli
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.server import EtcdServer, ReservedPort
+from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError, EtcdUnavailable, WrongEndpoint
+from ftcoord.etcd.addresses import own_addresses
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.addresses import own_addresses
-from ftcoord.rendezvous.create import connect
+from ftcoord.rendezvous.handler import connect
 
 __all__ = ["authority", "node", "secure"]  # fixtures
 
@@ -60,30 +60,24 @@ def test_the_members_of_a_domain_are_found(
 
 
 def test_a_member_that_is_away_costs_nothing(names: NameServer, etcd: EtcdServer) -> None:
-    nobody = ReservedPort(LOOPBACK)
+    nobody = own_port()
     names.records[f"{PLAIN}.etcd.example"] = [
         ("nowhere.invalid", 2379),
-        ("localhost", nobody.number),
+        ("localhost", nobody),
         place_of(etcd),
     ]
-    try:
-        with client_of("srv://etcd.example") as client:
-            assert client.status(timeout=DEADLINE).version
-    finally:
-        nobody.release()
+    with client_of("srv://etcd.example") as client:
+        assert client.status(timeout=DEADLINE).version
 
 
 def test_records_that_change_are_followed(names: NameServer, etcd: EtcdServer) -> None:
-    nobody = ReservedPort(LOOPBACK)
-    names.records[f"{PLAIN}.etcd.example"] = [("localhost", nobody.number)]
-    try:
-        with client_of("srv://etcd.example") as client:
-            with pytest.raises(EtcdUnavailable, match=rf"^no etcd at srv://etcd.example \(.*:{nobody.number}\): "):
-                client.status(timeout=0.5)
-            names.records[f"{PLAIN}.etcd.example"] = [place_of(etcd)]
-            assert client.status(timeout=DEADLINE).version
-    finally:
-        nobody.release()
+    nobody = own_port()
+    names.records[f"{PLAIN}.etcd.example"] = [("localhost", nobody)]
+    with client_of("srv://etcd.example") as client:
+        with pytest.raises(EtcdUnavailable, match=rf"^no etcd at srv://etcd.example \(.*:{nobody}\): "):
+            client.status(timeout=0.5)
+        names.records[f"{PLAIN}.etcd.example"] = [place_of(etcd)]
+        assert client.status(timeout=DEADLINE).version
 
 
 def test_a_record_that_is_missing_is_named_with_what_to_do(names: NameServer) -> None:
@@ -108,7 +102,7 @@ def test_the_certificate_names_the_domain(
     names: NameServer, secure: SecureServer, authority: Authority, node: Issued
 ) -> None:
     tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
-    names.records[f"{SECURE}.etcd.example"] = [("localhost", secure.secure_port.number)]
+    names.records[f"{SECURE}.etcd.example"] = [("localhost", secure.secure_port)]
     for endpoint in ("srv://etcd.example", "https+srv://etcd.example"):
         with client_of(endpoint, **tls) as client:
             assert client.status().version
@@ -119,7 +113,7 @@ def test_whoever_forges_a_record_chooses_neither_the_name_nor_whether_tls_is_use
 ) -> None:
     """The certificate is good for the host in the record, and not for the domain."""
     tls = {"ca_cert": authority.cert, "cert": node.cert, "key": node.key}
-    names.records[f"{SECURE}.other.example"] = [("localhost", secure.secure_port.number)]
+    names.records[f"{SECURE}.other.example"] = [("localhost", secure.secure_port)]
     with client_of("srv://other.example", **tls) as client, pytest.raises(WrongEndpoint, match="for another host"):
         client.status(timeout=5)
     names.records = {f"{PLAIN}.etcd.example": [place_of(etcd)]}
@@ -141,9 +135,7 @@ def test_commands_and_the_doctor(names: NameServer, etcd: EtcdServer, capsys: py
 def test_the_address_of_this_host_is_that_towards_a_member(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
     names.records[f"{PLAIN}.etcd.example"] = [("localhost", 1), ("nowhere.invalid", 2)]
     towards: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        "ftcoord.etcd.rpc.addresses.address_towards", lambda *place: towards.append(place) or "10.0.0.7"
-    )
+    monkeypatch.setattr("ftcoord.etcd.addresses.address_towards", lambda *place: towards.append(place) or "10.0.0.7")
     assert list(own_addresses(EtcdConfig.load("srv://etcd.example", env={}))) == ["10.0.0.7"]
     assert towards == [("nowhere.invalid", 2)]
     assert list(own_addresses(EtcdConfig.load("srv://other.example", env={}))) == []
@@ -174,6 +166,6 @@ def test_a_service_of_another_name_is_refused() -> None:
 
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcoord.endpoints.find_spec", lambda name: None)
+    monkeypatch.setattr("ftcoord.config.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'ftcoord\[srv\]'"):
         EtcdConfig.load("srv://etcd.example", env={})

@@ -11,31 +11,21 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
-from helpers import DEADLINE, Seen, eventually, in_fork
+from helpers import DEADLINE, Seen, eventually, rdzv_settings
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ftcoord import concurrency
 from ftcoord.core.lease import SessionState
-from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import ClientClosed, EtcdError, ThreadFailed, ThreadNotStarted
+from ftcoord.errors import ClientClosed, EtcdError
 from ftcoord.etcd.api import Began, Lease, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc.watch import WatchHub
-from ftcoord.heartbeat import Heartbeat
-from ftcoord.primitives.informer import Informer
+from ftcoord.etcd.watch import WatchHub
 from ftcoord.primitives.leased_key import LeasedKey
-from ftcoord.primitives.renewal import KeptLease, Renewer
-from ftcoord.primitives.session import Session
+from ftcoord.primitives.session import KeptLease, Renewer
 from ftcoord.rendezvous import policy
 from ftcoord.rendezvous.node import Node
-from ftcoord.rendezvous.seat import SeatHolder
-from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
-from ftcoord.timer import listing
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.listing import on_expired
-from ftcoord.timer.server import EtcdTimerServer
+from ftcoord.timer.etcd_timer import EtcdTimerClient, EtcdTimerServer
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -71,97 +61,6 @@ def test_a_lease_whose_renewal_fails_is_lost_and_others_are_kept() -> None:
     assert lost.state is SessionState.LOST
     assert [etcd.renewed.get(timeout=DEADLINE) for _ in range(2)] == [2, 2]
     kept.stop()
-
-
-def test_a_lease_that_no_thread_can_renew_is_kept_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next thread would renew it for as long as the process lives."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("no more threads")
-
-    renewer, etcd = Renewer(), Answering()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(ThreadNotStarted, match="no more threads"):
-            KeptLease(etcd, Lease(1, 1), time.monotonic(), renewer=renewer)
-    second = KeptLease(etcd, Lease(2, 1), time.monotonic() - 1, renewer=renewer)
-    assert [etcd.renewed.get(timeout=DEADLINE) for _ in range(2)] == [2, 2]
-    second.stop()
-
-
-def test_a_session_in_a_forked_child_takes_no_lock_of_its_parent(client: EtcdClient) -> None:
-    """The thread that holds it is not there."""
-    held, done = threading.Event(), threading.Event()
-
-    def hold(lock: concurrency.Lock) -> None:
-        with lock:
-            held.set()
-            assert done.wait(DEADLINE)
-
-    with Session(client, 60) as session:
-        holder = threading.Thread(target=hold, args=(session._kept._renewer._wake,))
-        holder.start()
-        assert held.wait(DEADLINE)
-        assert in_fork(session.orphan) == "None"
-        assert in_fork(session.wake) == "None"
-        done.set()
-        holder.join()
-
-
-def test_an_informer_tells_what_ended_it(client: EtcdClient, prefix: str) -> None:
-    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-    informer = Informer(client, [Span(prefix)], fail, "ftcoord-test", failures.put)
-    assert isinstance(failures.get(timeout=DEADLINE), MemoryError)
-    informer.close()
-    assert failures.empty()
-
-
-def test_an_informer_whose_client_is_closed_ends_and_tells(etcd: EtcdServer, prefix: str) -> None:
-    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-    reported = threading.Event()
-    with etcd.get_client() as own:
-        informer = Informer(own, [Span(prefix)], lambda _: reported.set(), "ftcoord-test", failures.put)
-        assert reported.wait(DEADLINE)
-    assert isinstance(failures.get(timeout=DEADLINE), ClientClosed)
-    eventually(lambda: not informer._thread._thread.is_alive(), "its end")
-
-
-def test_an_informer_that_is_closed_tells_nothing(client: EtcdClient, prefix: str) -> None:
-    failures: list[BaseException] = []
-    with Informer(client, [Span(prefix)], lambda _: None, "ftcoord-test", failures.append):
-        pass
-    assert not failures
-
-
-def test_a_key_whose_thread_fails_raises(client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LeasedKey, "_write", fail)
-    key = LeasedKey(client, 10, lambda lease: f"{prefix}/a", "things")
-    key.put(b"1")
-    begun = time.monotonic()
-    with pytest.raises(ThreadFailed, match="keeps things in etcd"):
-        key.wait(10 * DEADLINE)
-    assert time.monotonic() - begun < DEADLINE
-    key.close(DEADLINE)
-
-
-def test_keys_whose_client_is_closed_raise(etcd: EtcdServer, prefix: str) -> None:
-    with etcd.get_client() as own:
-        key = LeasedKey(own, 10, lambda lease: f"{prefix}/a", "things")
-        key.put(b"1")
-        assert key.wait(DEADLINE)
-    key.put(b"2")
-    with pytest.raises(ClientClosed, match="not kept in etcd any longer"):
-        key.wait(10 * DEADLINE, through_outage=True)
-    key.close(DEADLINE)
-
-
-def test_a_heartbeat_whose_thread_fails_raises(
-    client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Heartbeat(prefix.strip("/"), "me", 10, etcd=client) as heartbeat:
-        monkeypatch.setattr(LeasedKey, "_write", fail)
-        with pytest.raises(ThreadFailed):
-            heartbeat.update({"step": 1})
 
 
 @pytest.fixture
@@ -236,21 +135,6 @@ def test_a_timer_server_ends_with_its_client_and_says_so(
     server.stop()
 
 
-def test_a_subscription_says_what_ended_it(
-    etcd: EtcdServer, client: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = prefix.strip("/")
-    with etcd.get_client() as own:
-        closed = on_expired(run, lambda info: None, own)
-        assert closed.failure is None
-    assert isinstance(eventually(lambda: closed.failure, "the end"), ClientClosed)
-    monkeypatch.setattr(listing, "_report_next", fail)
-    failed = on_expired(run, lambda info: None, client)
-    assert isinstance(eventually(lambda: failed.failure, "the end"), MemoryError)
-    for subscription in (closed, failed):
-        subscription.close()
-
-
 # -- the thread of a group: of a node here, of a replica in test_job_members.py, of any participant in tests/sim ------
 
 
@@ -271,7 +155,7 @@ def test_a_node_whose_thread_fails_raises(
     client: EtcdClient, prefix: str, failing_once: Callable[[ModuleType], None]
 ) -> None:
     failing_once(policy)
-    settings = RendezvousSettings("etcd-v3", "run", 1, 1, None, None, key_prefix=prefix, last_call_timeout=0.1)
+    settings = rdzv_settings((1, 1), key_prefix=prefix, last_call_timeout=0.1)
     node = Node(client, settings, "127.0.0.1", "host")
     node.begin()
     with pytest.raises(RendezvousError, match="made by the test"):
@@ -281,23 +165,3 @@ def test_a_node_whose_thread_fails_raises(
     assert found is not None
     assert found.ready
     node.leave("the test is over")
-
-
-class Mute:
-    """A participant that fails where its node says something."""
-
-    joined = True
-
-    def say(self, *_: object) -> None:
-        fail()
-
-
-def test_a_seat_whose_thread_fails_says_so_and_the_next_one_has_another() -> None:
-    seat = SeatHolder(Mute(), DEADLINE)
-    for number in (1, 2):
-        seat.allow()
-        assert seat.failure is None
-        seat.begin(JoinRequest("node", "host", 1234, number, "host", "", 1, 1, seated=number))
-        failure = eventually(lambda: seat.failure, "it says so")
-        assert "says that this node holds its seat" in str(failure)
-    seat.end()

@@ -16,24 +16,23 @@ from pathlib import Path
 import pytest
 import warm
 from etcd_cluster import EtcdCluster
-from helpers import eventually, in_fork, python
+from helpers import eventually, python
 from rdzv_nodes import MakeNodes
 from timed import EtcdTimers, ServerProcess, Worker, workers
 from torch.distributed.elastic.timer import TimerRequest
 
 import ftcoord
 from ftcoord.core.layout import KEY_PREFIX, run_prefix, timers_key, timers_span
-from ftcoord.core.timers import HeldTimers, TimerInfo, encode, parse_timers
+from ftcoord.core.timers import HeldTimers, encode, parse_timers
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import ClientClosed, ConfigError
+from ftcoord.errors import ConfigError
 from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.orphans import MARK
 from ftcoord.proc import started
-from ftcoord.timer import server as server_module
-from ftcoord.timer.agent import VARIABLE
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.server import Reap
+from ftcoord.timer import VARIABLE, EtcdTimerClient
+from ftcoord.timer import etcd_timer as server_module
+from ftcoord.timer.etcd_timer import Reap
 
 LONG = 300.0
 """Seconds that nothing here takes."""
@@ -255,36 +254,17 @@ def test_a_server_that_was_killed_is_replaced(etcd: EtcdServer, prefix: str) -> 
 
 
 def test_two_servers_kill_no_more_than_one(etcd: EtcdServer, prefix: str) -> None:
-    told: list[TimerInfo] = []
     endpoint = etcd.get_endpoint()
     with (
         serving(prefix, endpoint),
         serving(prefix, endpoint),
-        ftcoord.timer.on_expired(prefix, told.append, endpoint),
         workers(EtcdTimers(prefix, endpoint, ttl=60), 2) as (late, good),
     ):
         good.do("acquire", LONG, "scope")
         late.do("acquire", 0.5, "scope")
         late.killed()
-        eventually(lambda: told, "it is told of")
         eventually(lambda: len(ftcoord.timer.active(prefix, endpoint)) == 1, "the end of its timers")
-        assert [(info.scope, info.pid) for info in told] == [("scope", late.pid)]
         assert good.runs()
-
-
-def test_reaping_that_fails_is_tried_again(etcd: EtcdServer, prefix: str) -> None:
-    calls: list[TimerInfo] = []
-
-    def reap(info: TimerInfo) -> bool | None:
-        """None: it was dealt with."""
-        calls.append(info)
-        return None if len(calls) == 3 else False
-
-    with serving(prefix, etcd.get_endpoint(), reap) as server, Worker(EtcdTimers(prefix, etcd.get_endpoint())) as one:
-        one.do("acquire", 0.2, "scope")
-        eventually(lambda: len(calls) == 3, "three tries")
-        server.knows(0)
-        assert {(info.pid, info.scope) for info in calls} == {(one.pid, "scope")}
 
 
 @pytest.mark.parametrize("left", [-1, 1e9], ids=["expired", "hardly ever expires"])
@@ -295,7 +275,6 @@ def test_timers_of_torchs_local_client_are_refused_with_words(etcd: EtcdServer, 
         with pytest.raises(TypeError, match=r"worker 7, a plain integer.*configure\(ftcoord.timer.EtcdTimerClient"):
             server.register_timers([ours, theirs])
         assert not server.get_expired_timers(time.time() + 2e9)
-        server.register_timers([TimerRequest(7, "scope", -1)])  # a release ends nothing here, and harms nothing
 
 
 # -- etcd that is away ------------------------------------------------------------------------------------------------
@@ -345,29 +324,7 @@ def test_a_leader_that_dies(cluster: EtcdCluster) -> None:
         assert busy.runs()
 
 
-def test_a_lease_that_is_lost_is_replaced(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
-    with contextlib.closing(EtcdTimerClient(prefix, etcd.get_endpoint(), timeout=60)) as timers:
-        timers.acquire("scope", time.time() + LONG)
-        timers.acquire("released", time.time() + LONG)
-        timers.release("released")
-        eventually(lambda: len(ftcoord.timer.active(prefix, client)) == 1, "the release")
-        (before,) = records(client, prefix)
-        client.revoke(before.lease)
-        (now,) = eventually(lambda: [kv for kv in records(client, prefix) if kv.lease != before.lease], "another lease")
-        assert now.value == before.value
-    assert records(client, prefix) == []
-
-
 # -- workers ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_host_that_vanishes_leaves_nothing(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
-    with serving(prefix, etcd.get_endpoint()) as server:
-        with Worker(EtcdTimers(prefix, etcd.get_endpoint(), ttl=2)) as worker:
-            worker.do("acquire", LONG, "scope")
-            server.knows(1)
-        eventually(lambda: records(client, prefix) == [], "the end of the lease")
-        server.knows(0)
 
 
 def test_a_write_each_at_the_most(client: EtcdClient, etcd: EtcdServer, prefix: str) -> None:
@@ -382,49 +339,22 @@ def test_a_write_each_at_the_most(client: EtcdClient, etcd: EtcdServer, prefix: 
         assert 20 <= kv.version <= 40
 
 
-def test_what_a_client_is_not_for(etcd: EtcdServer, prefix: str) -> None:
-    timers = EtcdTimerClient(prefix, etcd.get_endpoint(), timeout=60)
-    timers.acquire("scope", time.time() + LONG)
-    assert in_fork(lambda: timers.acquire("scope", time.time() + LONG)) == "ForkedProcessError"
-    assert in_fork(lambda: timers.release("scope")) == "ForkedProcessError"
-    assert in_fork(timers.close) == "None"
-    (info,) = ftcoord.timer.active(prefix, etcd.get_endpoint())
-    assert info.pid == os.getpid()
-    timers.close()
-    timers.close()
-    timers.release("scope")
-    with pytest.raises(ClientClosed, match="make new ones"):
-        timers.acquire("scope", time.time() + LONG)
-
-
 # -- the fleet --------------------------------------------------------------------------------------------------------
 
 
 def test_what_others_see(etcd: EtcdServer, prefix: str, clock: HandClock) -> None:
-    told: list[TimerInfo] = []
-
-    def note(info: TimerInfo) -> None:
-        told.append(info)
-        raise ValueError("a bug of the user's")
-
     endpoint = etcd.get_endpoint()
     with serving(prefix, endpoint, clock=clock) as server, workers(EtcdTimers(prefix, endpoint), 2) as (one, two):
         two.do("acquire", 3 * LONG, "a step")
-        with ftcoord.timer.on_expired(prefix, note, endpoint):
-            one.do("acquire", LONG, "the barrier")
-            first, second = ftcoord.timer.active(prefix, endpoint)
-            assert (first.pid, first.scope, second.pid, second.scope) == (one.pid, "the barrier", two.pid, "a step")
-            assert (first.host, first.rank) == (os.uname().nodename, None)
-            assert first.age + first.left == pytest.approx(LONG, abs=10)
-            server.knows(2)
-            clock.now = time.monotonic() + LONG + 1
-            one.killed()
-            eventually(lambda: told, "it is told of")
-            clock.now += 3 * LONG
-            two.killed()
-            eventually(lambda: len(told) == 2, "so is the next one, though the callback failed")
-        assert [(info.pid, info.scope) for info in told] == [(one.pid, "the barrier"), (two.pid, "a step")]
-        eventually(lambda: not ftcoord.timer.active(prefix, endpoint), "the end of the leases")
+        one.do("acquire", LONG, "the barrier")
+        first, second = ftcoord.timer.active(prefix, endpoint)
+        assert (first.pid, first.scope, second.pid, second.scope) == (one.pid, "the barrier", two.pid, "a step")
+        assert (first.host, first.rank) == (os.uname().nodename, None)
+        assert first.age + first.left == pytest.approx(LONG, abs=10)
+        server.knows(2)
+        clock.now = time.monotonic() + LONG + 1
+        one.killed()
+        eventually(lambda: [info.pid for info in ftcoord.timer.active(prefix, endpoint)] == [two.pid], "its end")
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------------------

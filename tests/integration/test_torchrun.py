@@ -56,7 +56,7 @@ def test_a_job_of_three_agents_runs(etcd: EtcdServer, tmp_path: Path) -> None:
 
 def test_agents_that_die_are_replaced(etcd: EtcdServer, tmp_path: Path) -> None:
     """Longer than every time to live, so this also shows that the state of a run is kept as long as it runs."""
-    conf = {"run_ttl": 9, "history_ttl": 9, "last_call_timeout": 15}
+    conf = {"run_ttl": 9, "last_call_timeout": 15}
     with Job(tmp_path, etcd.get_endpoint(), "2:3", conf=conf) as job:
         job.start("abc")
         first = job.round_of("abc")

@@ -15,7 +15,7 @@ from jobs import Job
 from test_torchrun import decided, keys
 from victims import runs
 
-from ftcoord.demo.agents import descendants
+from ftcoord.demo.run import descendants
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.primitives.orphans import GRACE
 from ftcoord.primitives.sentinel import PROGRAM
@@ -26,7 +26,7 @@ ORDERLY = """
 import subprocess, sys
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from ftcoord.primitives.sentinel import Sentinel
-from ftcoord.rendezvous.create import create_handler
+from ftcoord.rendezvous.handler import create_handler
 
 endpoint, run = sys.argv[1:]
 handler = create_handler(RendezvousParameters("etcd-v3", endpoint, run, 1, 1))
@@ -76,12 +76,6 @@ def command(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     return ""
-
-
-def kill(pidfd: int) -> None:
-    with suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    os.close(pidfd)
 
 
 def kill_agent(job: Job) -> None:

@@ -1,33 +1,24 @@
-"""Watches and mirrors: nothing missed and nothing twice, whatever becomes of the server."""
+"""Watches: nothing missed and nothing twice, whatever becomes of the server."""
 
 from __future__ import annotations
 
-import itertools
-import queue
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from accidents import cut_off, settle
 from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, Seen, eventually, own_port
 
 from ftcoord.config import EtcdConfig
-from ftcoord.embedded.binary import find_etcd
-from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdAuthError, EtcdUnavailable, LeaseLost, OutcomeUnknown, Rewound
-from ftcoord.etcd.api import Batch, Began, Delete, Get, KeyValue, Put, Span
+from ftcoord.embedded.server import EtcdServer, find_etcd
+from ftcoord.errors import EtcdUnavailable, LeaseLost, OutcomeUnknown
+from ftcoord.etcd import watch as watch_module
+from ftcoord.etcd.api import Began, KeyValue, Put, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.rpc import messages
-from ftcoord.etcd.rpc import watch as watch_module
-from ftcoord.etcd.rpc.transport import Transport
-from ftcoord.etcd.rpc.watch import Watcher, WatchHub
-from ftcoord.primitives.mirror import Mirror, Posted
+from ftcoord.etcd.watch import Watcher
 from ftcoord.primitives.write_once import write_once
 
 FAST = {"STREAM_CHECK_INTERVAL": 0.1, "PROBE_AFTER": 0.5, "PROBE_TIMEOUT": 0.5}
@@ -47,44 +38,8 @@ def own(etcd: EtcdServer) -> Iterator[EtcdClient]:
         yield client
 
 
-@pytest.fixture
-def behind_proxy(etcd: EtcdServer, tmp_path: Path) -> Iterator[EtcdClient]:
-    """A client behind etcd's own grpc-proxy."""
-    endpoint = f"127.0.0.1:{own_port()}"
-    command = [find_etcd(), "grpc-proxy", "start", f"--endpoints={etcd.get_endpoint()}", f"--listen-addr={endpoint}"]
-    with (tmp_path / "proxy.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as proxy:
-        try:
-            with EtcdClient(EtcdConfig.load(endpoint, request_timeout=DEADLINE, env={})) as client:
-                client.status()
-                yield client
-        finally:
-            proxy.kill()
-
-
 def watch_from_now(client: EtcdClient, span: Span, seen: Seen) -> Watcher:
     return client.watch(span, client.get("/").revision + 1, seen)
-
-
-def test_watches_behind_etcds_proxy(behind_proxy: EtcdClient, prefix: str) -> None:
-    """It gives the watches of a stream numbers of its own."""
-    watched = [(f"{prefix}/{name}", Seen()) for name in "abc"]
-    for key, seen in watched:
-        behind_proxy.watch(Span(key), 0, seen)
-        assert isinstance(seen.next(), Began)
-    for key, _ in reversed(watched):
-        behind_proxy.put(key, b"")
-    for key, seen in watched:
-        assert [event.kv.key for event in seen.events(1)] == [key]
-
-
-def test_leases_are_renewed_behind_etcds_proxy(behind_proxy: EtcdClient) -> None:
-    """It cancels a stream that is half-closed before the answer."""
-    lease = behind_proxy.grant(60)
-    for _ in range(3):
-        assert behind_proxy.renew(lease.id, timeout=10) == 60  # sooner than the proxy would by itself
-    behind_proxy.revoke(lease.id)
-    with pytest.raises(LeaseLost):
-        behind_proxy.renew(lease.id)
 
 
 class Writer:
@@ -178,74 +133,6 @@ def test_those_who_watch_the_same_share_a_watch_of_etcds(own: EtcdClient, prefix
     assert values(again, 1) == [b"4"]
 
 
-def test_a_watch_that_no_thread_can_read_is_not_begun_by_the_next_one(
-    own: EtcdClient, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    refused, seen = Seen(), Seen()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(EtcdUnavailable, match="limit on threads"):
-            own.watch(Span(prefix), 0, refused)
-    own.watch(Span(prefix), 0, seen)
-    assert isinstance(seen.next(), Began)
-    own.put(prefix, b"news")
-    assert isinstance(seen.next(), Batch)
-    assert refused.is_quiet()
-
-
-def test_who_joins_a_watch_misses_nothing_and_hears_nothing_twice(
-    own: EtcdClient, etcd: EtcdServer, prefix: str
-) -> None:
-    """Watchers come and go while a key is written: each hears all versions behind the revision at which it began."""
-    problems: list[str] = []
-
-    def come_and_go() -> None:
-        for _ in range(15):
-            items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            watch = own.watch(Span(prefix), 0, items.put)
-            heard = [items.get(timeout=DEADLINE) for _ in range(4)]
-            watch.cancel()
-            heard += [items.get_nowait() for _ in range(items.qsize())]
-            began = [item.revision for item in heard if isinstance(item, Began)]
-            events = [event.kv for item in heard if not isinstance(item, Began) for event in item.events]
-            versions = [kv.version for kv in events]
-            behind = own.range(Get(Span(prefix), revision=began[0])).one
-            first = behind.version + 1 if behind else 1
-            if versions != list(range(first, first + len(versions))):
-                problems.append(f"began at {began}, version {first - 1}, heard {versions}")
-
-    with Writer(etcd.get_endpoint(), prefix) as writer:
-        threads = [threading.Thread(target=come_and_go) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        writer.finish()
-    assert not problems
-    assert not own._watches._sources
-
-
-def test_a_change_that_overtakes_the_news_that_the_watch_stands_is_read(own: EtcdClient, prefix: str) -> None:
-    """As it may for who joins a watch: a deletion of what was never known is no change."""
-    posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-    mirror = Mirror(own, Span(prefix), lambda _, item: posted.put(item))
-    mirror.sync()
-    began = posted.get(timeout=DEADLINE)
-    own.put(prefix, b"1")
-    own.delete(Span(prefix))
-    own.put(prefix, b"2")
-    early = [posted.get(timeout=DEADLINE) for _ in range(3)]
-    assert [mirror.apply(item) for item in [*early[:2], began, early[2]]][:3] == [[], [], []]
-    mirror.sync()
-    assert mirror.synced
-    assert mirror.one is not None
-    assert mirror.one.value == b"2"
-    mirror.close()
-
-
 def test_a_shared_watch_outlives_its_stream(fragile: EtcdServer, prefix: str) -> None:
     """Who joins while etcd is away is told of it all when it is back."""
     with fragile.get_client() as client:
@@ -261,27 +148,6 @@ def test_a_shared_watch_outlives_its_stream(fragile: EtcdServer, prefix: str) ->
         eventually(lambda: attempt(lambda: write_once(client, written, client.get(prefix).one)), "a write")
         assert values(first, 2) == [b"1", b"2"]
         assert values(late, 1) == [b"2"]
-
-
-def test_many_watches_share_a_stream_and_are_told_apart(client: EtcdClient, prefix: str) -> None:
-    watched = [Seen() for _ in range(200)]
-    watches = [watch_from_now(client, Span(f"{prefix}/{i}"), seen) for i, seen in enumerate(watched)]
-    everything = Seen()
-    watch_from_now(client, Span(prefix, is_prefix=True), everything)
-    for i in range(200):
-        client.put(f"{prefix}/{i}", str(i).encode())
-    for i, seen in enumerate(watched):
-        assert values(seen, 1) == [str(i).encode()]
-    everything.events(200)
-    for watch in watches[::2]:
-        watch.cancel()
-    client.txn((), [Put(f"{prefix}/{i}", b"again") for i in range(100)])
-    client.txn((), [Put(f"{prefix}/{i}", b"again") for i in range(100, 200)])
-    everything.events(400)
-    for seen in watched[1::2]:
-        seen.events(2)
-    assert all(seen.is_quiet() for seen in watched[::2])
-    assert sum(thread.name == "ftcoord-watch" for thread in threading.enumerate()) == 1
 
 
 # -- a server that fails --------------------------------------------------------------------------------------------
@@ -387,233 +253,40 @@ def test_watches_outlive_an_etcd_that_is_not_there_at_first(fragile: EtcdServer)
         assert values(seen, 1) == [b"1"]
 
 
-# -- compaction -----------------------------------------------------------------------------------------------------
-
-
-class Owner:
-    """Keeps a mirror as its owner should: items are applied, and it is read again when it lost its place."""
-
-    def __init__(self, client: EtcdClient, span: Span) -> None:
-        self.lists = 0
-        self.mirror = Mirror(client, span, self._post)
-        self._lock = threading.Lock()
-        eventually(lambda: self.current() is not None, what="the first list")
-
-    def _post(self, mirror: Mirror, posted: Posted) -> None:
-        with self._lock:
-            mirror.apply(posted)
-
-    def current(self) -> dict[str, bytes] | None:
-        """None while it has to list again."""
-        with self._lock:
-            if not self.mirror.synced:
-                self.mirror.sync()
-                self.lists += self.mirror.synced
-            return {key: kv.value for key, kv in self.mirror.kvs.items()} if self.mirror.synced else None
-
-
-def test_a_mirror_lists_again_after_a_compaction_while_it_was_cut_off(fragile: EtcdServer) -> None:
-    with fragile.get_client() as client, fragile.get_client() as other:
-        for i in range(5):
-            client.put(f"/m/{i}", b"old")
-        owner = Owner(client, Span("/m/", is_prefix=True))
-        with cut_off(client):
-            other.delete(Span("/m/0"))
-            revision = [other.put("/m/new", str(i).encode()).revision for i in range(5)][-1]
-            other.compact(revision)
-        expected = {f"/m/{i}": b"old" for i in range(1, 5)} | {"/m/new": b"4"}
-        eventually(lambda: owner.current() == expected, what="the mirror to be true again")
-        assert owner.lists == 2
-        other.put("/m/1", b"new")
-        expected["/m/1"] = b"new"
-        eventually(lambda: owner.current() == expected, what="events after that")
-
-
-def test_a_mirror_takes_all_changes_of_a_revision(client: EtcdClient, prefix: str) -> None:
-    owner = Owner(client, Span(prefix, is_prefix=True))
-    client.txn((), [Put(f"{prefix}/{i}", b"1") for i in range(10)])
-    ten = {f"{prefix}/{i}": b"1" for i in range(10)}
-    eventually(lambda: owner.current() == ten, what="ten keys at one revision")
-    client.txn((), (Delete(Span(f"{prefix}/1")), Delete(Span(f"{prefix}/2")), Put(f"{prefix}/3", b"2")))
-    expected = {f"{prefix}/{i}": b"1" for i in (0, *range(4, 10))} | {f"{prefix}/3": b"2"}
-    eventually(lambda: owner.current() == expected, what="three changes at one revision")
-    client.delete(Span(prefix, is_prefix=True))
-    eventually(lambda: owner.current() == {}, what="a deletion of all")
-    assert owner.lists == 1
-
-
-def test_a_mirror_ignores_what_it_has_read_already(client: EtcdClient, prefix: str) -> None:
-    """All that is written after the watch began is delivered, also what the read has seen."""
-    inbox: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-    mirror = Mirror(client, Span(prefix), lambda mirror, posted: inbox.put(posted))
-    mirror.begin(DEADLINE)
-    for value in (b"1", b"2"):
-        client.put(prefix, value)
-    mirror.sync()
-    assert mirror.synced
-    assert mirror.one == client.get(prefix).one
-    while mirror.one is not None:
-        client.delete(Span(prefix))
-        before = mirror.one.value
-        mirror.apply(inbox.get(timeout=DEADLINE))
-        assert before == b"2"
-    mirror.close()
-    assert not mirror.synced
-
-
-def test_a_mirror_ignores_what_an_earlier_watch_brought(client: EtcdClient, prefix: str) -> None:
-    inbox: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-    mirror = Mirror(client, Span(prefix), lambda mirror, posted: inbox.put(posted))
-    mirror.sync()
-    earlier = inbox.get(timeout=DEADLINE)
-    assert isinstance(earlier.item, Began)
-    mirror.close()
-    mirror.sync()
-    mirror.apply(earlier)
-    mirror.sync()
-    assert not mirror.synced, "the watch that it has now does not stand yet, for all it knows"
-    mirror.apply(inbox.get(timeout=DEADLINE))
-    mirror.sync()
-    assert mirror.synced
-    mirror.close()
-
-
-def test_a_watch_from_now_on_goes_on_after_a_restart(fragile: EtcdServer) -> None:
-    with fragile.get_client() as client:
-        seen = Seen()
-        client.watch(Span("/key"), 0, seen)
-        assert isinstance(seen.next(), Began)
-        fragile.kill()
-        fragile.restart()
-        client.put("/key", b"1")
-        (event,) = seen.events(1)
-        assert event.kv.value == b"1"
-
-
-def test_an_etcd_that_lost_its_history_is_noticed(tmp_path: Path) -> None:
-    """Its data is gone: the mirror says so, and shows what the etcd has that is there now."""
-    data = tmp_path / "data"
-    with EtcdServer(data) as server, server.get_client() as client:
-        inbox: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-        mirror = Mirror(client, Span("/", is_prefix=True), lambda mirror, posted: inbox.put(posted))
-        for number in range(5):
-            client.put(f"/{number}", b"before")
-        settle(mirror, inbox)
-        assert len(mirror.kvs) == 5
-        server.kill()
-        shutil.rmtree(data / "member")
-        server.restart()
-        while not isinstance((posted := inbox.get(timeout=DEADLINE)).item, Rewound):
-            mirror.apply(posted)
-        assert "lost writes" in str(posted.item)
-        mirror.apply(posted)
-        client.put("/new", b"after")
-        settle(mirror, inbox)
-        assert [kv.key for kv in mirror.kvs.values()] == ["/new"]
-        mirror.close()
-
-
-# -- what etcd refuses ----------------------------------------------------------------------------------------------
-
-
-class Scripted:
-    """A transport whose stream answers what the test says; newer etcds say things that the one at hand does not."""
-
-    def __init__(self, etcd: EtcdServer, token: str | None) -> None:
-        self.answers: Iterator[Any] = iter(())
-        self.forgotten: list[str | None] = []
-        self._real = Transport(EtcdConfig.load(etcd.get_endpoint(), env={}))
-        self._tokens = itertools.count(1)
-        self._token = token
-        self.closed = self._real.closed
-        self.opened = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def token(self) -> str | None:
-        return None if self._token is None else f"{self._token}{next(self._tokens)}"
-
-    def forget_token(self, stale: str | None) -> None:
-        self.forgotten.append(stale)
-
-    def stream(self, method: messages.Method, requests: Iterator[Any], member: Any, token: str | None) -> Any:
-        self.opened += 1
-        return ScriptedCall(self, requests)
-
-
-class ScriptedCall:
-    def __init__(self, transport: Scripted, requests: Iterator[Any]) -> None:
-        self._transport, self._requests = transport, requests
-        self.cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        self.cancelled.set()
-
-    def __iter__(self) -> Iterator[Any]:
-        for request in self._requests:
-            if self.cancelled.is_set():
-                return
-            if request.HasField("create_request"):
-                answer = next(self._transport.answers, None)
-                if answer is None:
-                    answer = {"watch_id": request.create_request.watch_id, "created": True}
-                yield messages.message("WatchResponse")(**answer)
-
-
-def refusal(reason: str) -> dict[str, Any]:
-    """How etcd 3.5.5 and newer refuse a watch: without its id."""
-    return {"watch_id": -1, "created": True, "canceled": True, "cancel_reason": reason}
+# -- etcd's grpc-proxy -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def scripted(etcd: EtcdServer) -> Iterator[Callable[[str | None], Any]]:
-    made = []
-
-    def make(token: str | None) -> Any:
-        transport = Scripted(etcd, token)
-        hub = WatchHub(transport)  # type: ignore[arg-type]
-        made.append((transport, hub))
-        return SimpleNamespace(transport=transport, hub=hub)
-
-    yield make
-    for transport, hub in made:
-        transport.close()
-        hub.close()
+def behind_proxy(etcd: EtcdServer, tmp_path: Path) -> Iterator[EtcdClient]:
+    """A client behind etcd's own grpc-proxy."""
+    endpoint = f"127.0.0.1:{own_port()}"
+    command = [find_etcd(), "grpc-proxy", "start", f"--endpoints={etcd.get_endpoint()}", f"--listen-addr={endpoint}"]
+    with (tmp_path / "proxy.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as proxy:
+        try:
+            with EtcdClient(EtcdConfig.load(endpoint, request_timeout=DEADLINE, env={})) as client:
+                client.status()
+                yield client
+        finally:
+            proxy.kill()
 
 
-def test_a_refusal_without_an_id_reaches_the_right_watch(scripted: Callable[[str | None], Any]) -> None:
-    it = scripted(None)
-    it.transport.answers = iter([None, refusal("etcdserver: permission denied"), None])
-    seen = [Seen(), Seen(), Seen()]
-    for i in range(3):
-        it.hub.add(Span(f"/{i}"), 1, seen[i])
-    error = seen[1].error()
-    assert isinstance(error, EtcdAuthError)
-    assert "'/1'" in str(error)
-    assert seen[0].is_quiet()
-    assert seen[2].is_quiet()
+def test_watches_behind_etcds_proxy(behind_proxy: EtcdClient, prefix: str) -> None:
+    """It gives the watches of a stream numbers of its own."""
+    watched = [(f"{prefix}/{name}", Seen()) for name in "abc"]
+    for key, seen in watched:
+        behind_proxy.watch(Span(key), 0, seen)
+        assert isinstance(seen.next(), Began)
+    for key, _ in reversed(watched):
+        behind_proxy.put(key, b"")
+    for key, seen in watched:
+        assert [event.kv.key for event in seen.events(1)] == [key]
 
 
-@pytest.mark.parametrize(
-    "reason", ["etcdserver: invalid auth token", "etcdserver: permission denied", "etcdserver: user name is empty"]
-)
-def test_a_refusal_for_an_old_token_leads_to_a_new_login(scripted: Callable[[str | None], Any], reason: str) -> None:
-    it = scripted("token")
-    it.transport.answers = iter([refusal(reason)])
-    seen = Seen()
-    watcher = it.hub.add(Span("/key"), 1, seen)
-    eventually(lambda: it.transport.opened == 2, what="a second stream")
-    assert it.transport.forgotten == ["token1"]
-    assert seen.is_quiet()
-    assert not eventually(lambda: it.hub._stream, what="the stream").ended
-    watcher.cancel()
-
-
-def test_a_permission_that_is_missing_with_a_new_token_too_is_an_error(scripted: Callable[[str | None], Any]) -> None:
-    it = scripted("token")
-    it.transport.answers = iter([refusal("etcdserver: permission denied")] * 2)
-    seen = Seen()
-    it.hub.add(Span("/key"), 1, seen)
-    assert isinstance(seen.error(), EtcdAuthError)
-    assert it.transport.opened == 2
+def test_leases_are_renewed_behind_etcds_proxy(behind_proxy: EtcdClient) -> None:
+    """It cancels a stream that is half-closed before the answer."""
+    lease = behind_proxy.grant(60)
+    for _ in range(3):
+        assert behind_proxy.renew(lease.id, timeout=10) == 60  # sooner than the proxy would by itself
+    behind_proxy.revoke(lease.id)
+    with pytest.raises(LeaseLost):
+        behind_proxy.renew(lease.id)

@@ -12,21 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from helpers import DEADLINE, eventually, open_files
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from helpers import DEADLINE
 
-from ftcoord import concurrency, proc
-from ftcoord.core.event_records import WorkerFailure
+from ftcoord import concurrency
+from ftcoord.core.rendezvous_records import WorkerFailure
 from ftcoord.primitives.orphans import MARK, MarkedChildren
 from ftcoord.proc import own_thread
-from ftcoord.rendezvous import workers
-from ftcoord.rendezvous.handler import HandlerResources
-from ftcoord.rendezvous.worker_failures import failure_in
 from ftcoord.rendezvous.workers import WorkerWatch, _workers
 
 UNTIL_TOLD = "import sys; sys.stdin.read(1); sys.exit(3)"
@@ -138,59 +132,6 @@ def test_a_worker_that_was_started_just_now_is_seen(children: MarkedChildren) ->
         os.close(found[0][0])
 
 
-def test_nobody_is_told_after_the_end(children: MarkedChildren, failed: queue.Queue[WorkerFailure]) -> None:
-    before = open_files()
-    process = worker()
-    with_its_pipe = open_files()
-    WorkerWatch(children.mark, failed.put, unbroken).end()
-    assert not open_files() - with_its_pipe, "it leaves no file open"
-    end(process)
-    assert failed.empty()
-    assert not open_files() - before
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_watch_that_fails_is_said_to_whom_it_belongs(
-    children: MarkedChildren, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By an error that nobody foresaw. It would else seem to watch."""
-
-    def fail(_round: object, _failure: object) -> None:
-        raise MemoryError("in what it tells")
-
-    resources = HandlerResources(SimpleNamespace(worker_failed=fail, workers_ended=lambda failure: None), ExitStack())  # type: ignore[arg-type]
-    process = worker()
-    resources.watch_workers(None, children)  # type: ignore[arg-type]
-    end(process)
-    eventually(lambda: "are not watched any longer" in caplog.text, "it is said")
-    resources.end_round()
-
-
-def test_its_end_may_come_from_who_is_told(children: MarkedChildren) -> None:
-    told: queue.Queue[WorkerFailure] = queue.Queue()
-
-    def end_it(fate: WorkerFailure) -> None:
-        watch.end()
-        told.put(fate)
-
-    process = worker()
-    watch = WorkerWatch(children.mark, end_it, unbroken)
-    end(process)
-    assert told.get(timeout=DEADLINE)
-
-
-def test_workers_that_end_one_after_the_other(children: MarkedChildren, failed: queue.Queue[WorkerFailure]) -> None:
-    workers = [worker() for _ in range(3)]
-    watch = WorkerWatch(children.mark, failed.put, unbroken)
-    for process in workers:
-        process.terminate()
-        process.communicate(timeout=DEADLINE)
-    watch._thread._thread.join(DEADLINE)
-    assert not watch._thread._thread.is_alive(), "nobody is left"
-    watch.end()
-    assert failed.empty()
-
-
 # -- what became of them -----------------------------------------------------------------------------------------
 
 RAISES = {
@@ -223,19 +164,6 @@ def test_a_failure_has_the_ranks_and_what_torchs_error_file_says(
     watch.end()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": 3}', '{"message": {"message": null}}', "x" * (1 << 21)])
-def test_an_error_file_that_is_none_says_nothing(
-    text: str, children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
-) -> None:
-    error_file = tmp_path / "error.json"
-    error_file.write_text(text)
-    process = worker(env=ranked(1, error_file))
-    watch = WorkerWatch(children.mark, failed.put, unbroken)
-    process.communicate(b".", timeout=DEADLINE)
-    assert failed.get(timeout=DEADLINE).line == f"worker {process.pid} (rank 9, local rank 1) exited with code 3"
-    watch.end()
-
-
 @pytest.mark.parametrize("kind", ["pipe", "device", "link"])
 def test_an_error_file_that_is_no_file_holds_nobody_up(
     kind: str, children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
@@ -252,23 +180,6 @@ def test_an_error_file_that_is_no_file_holds_nobody_up(
     process.communicate(b".", timeout=DEADLINE)
     assert failed.get(timeout=DEADLINE).line == f"worker {process.pid} (rank 9, local rank 1) exited with code 3"
     watch.end()
-
-
-def test_one_that_raised_something_is_told_though_its_peer_ended_first(
-    children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
-) -> None:
-    files = [tmp_path / name for name in ("0.json", "1.json")]
-    slow, peer = (worker(env=ranked(rank, file)) for rank, file in enumerate(files))
-    watch = WorkerWatch(children.mark, failed.put, unbroken)
-    files[1].write_text(json.dumps({"message": {"message": "RuntimeError: Connection reset by peer"}}))
-    peer.communicate(b".", timeout=DEADLINE)
-    assert failed.get(timeout=DEADLINE).pid == peer.pid, "nothing else is known yet"
-    files[0].write_text(json.dumps(RAISES))
-    told = watch.failure()
-    assert told is not None
-    assert (told.pid, told.exception) == (slow.pid, "ValueError: no such sample")
-    watch.end()
-    end(slow)
 
 
 def test_what_a_worker_raises_while_it_is_stopped_is_no_failure(
@@ -324,23 +235,6 @@ def test_a_worker_is_told_of_though_its_agent_sees_its_end_first(children: Marke
     watch.end()
 
 
-def test_of_two_that_failed_by_themselves_the_first_counts(
-    children: MarkedChildren, failed: queue.Queue[WorkerFailure], tmp_path: Path
-) -> None:
-    """The other one may raise something since it is stopped."""
-    files = [tmp_path / name for name in ("0.json", "1.json")]
-    first, stopped = (worker(env=ranked(rank, file)) for rank, file in enumerate(files))
-    watch = WorkerWatch(children.mark, failed.put, unbroken)
-    first.communicate(b".", timeout=DEADLINE)
-    assert failed.get(timeout=DEADLINE).pid == first.pid
-    files[1].write_text(json.dumps(RAISES))
-    told = watch.failure(stopped_at=2e9)
-    assert told is not None
-    assert told.pid == first.pid
-    watch.end()
-    end(stopped)
-
-
 def test_a_worker_that_heeds_its_agents_sigterm_has_not_failed(
     children: MarkedChildren, failed: queue.Queue[WorkerFailure]
 ) -> None:
@@ -373,34 +267,3 @@ def test_a_worker_that_is_killed_for_its_timer_is_told_with_that(
     )
     end(process)
     watch.end()
-
-
-def test_memory_that_ran_out_long_before_has_killed_no_worker(
-    children: MarkedChildren,
-    failed: queue.Queue[WorkerFailure],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """But another process of the group."""
-    events = tmp_path / "memory.events"
-    events.write_text("oom_kill 3\n")
-    monkeypatch.setattr(proc, "_groups", lambda _pid: [events])
-    for module in (proc, workers):
-        monkeypatch.setattr(module, "RECENT", 0.05)
-    process = worker()
-    watch = WorkerWatch(children.mark, failed.put, unbroken)
-    assert watch._memory is not None
-    events.write_text("oom_kill 4\n")
-    eventually(lambda: not watch._memory.grew(), "it is long ago")  # type: ignore[union-attr]
-    end(process)
-    assert "SIGKILL" in failed.get(timeout=DEADLINE).line
-    watch.end()
-
-
-def test_an_agent_that_saw_nobody_end_tells_what_torch_says(tmp_path: Path) -> None:
-    raised, aborted = tmp_path / "1.json", tmp_path / "0.json"
-    raised.write_text(json.dumps(RAISES))
-    failures = {0: ProcessFailure(0, 70, -6, str(aborted)), 1: ProcessFailure(1, 71, 1, str(raised))}
-    told = failure_in(ChildFailedError("train", failures))
-    assert told is not None
-    assert told.line == "worker 71 (rank 1, local rank 1) raised ValueError: no such sample"

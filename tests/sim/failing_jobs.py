@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import random
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,20 +29,17 @@ from virtual import MemoryEtcd, Scheduler
 
 from ftcoord import concurrency
 from ftcoord.core import timers as records
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import KEY_PREFIX, decided_key, members_span, timers_key
-from ftcoord.core.rendezvous_records import ROLLS, AnyRound, parse_decided
+from ftcoord.core.rendezvous_records import ROLLS, AnyRound, WorkerFailure, parse_decided
 from ftcoord.core.timers import TimerInfo
 from ftcoord.etcd.api import Event, Get, Put
-from ftcoord.etcd.namespace import Namespace
+from ftcoord.etcd.client import Namespace
 from ftcoord.operator.orders import evict_members, find_members
 from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
 from ftcoord.rendezvous.settings import RendezvousSettings
-from ftcoord.rendezvous.signals import reason_of
-from ftcoord.rendezvous.worker_failures import WorkerProcess
-from ftcoord.rendezvous.workers import WorkerWatch, _agents_own
-from ftcoord.timer import server as timers
+from ftcoord.rendezvous.workers import WorkerProcess, WorkerWatch, _agents_own, reason_of
+from ftcoord.timer import etcd_timer as timers
 
 LEASE_TTL: Final = 5
 LAST_CALL: Final = 12.0
@@ -290,9 +286,8 @@ class Node(Role):
     ) -> Callable[[], None]:
         """The real server, on a thread of the simulation's."""
         server = timers.EtcdTimerServer(Namespace(prefix, etcd), expiring=expiring, reap=self._reap)
-        thread = concurrency.thread(partial(timers._watch, weakref.ref(server), server._stopping), "watchdog")
-        server._threads.append(thread)
-        thread.start()
+        server._watchdog_thread = concurrency.thread(server._watchdog_loop, "watchdog")  # type: ignore[assignment]
+        server._watchdog_thread.start()
         return server.stop
 
     def _reap(self, timer: TimerInfo) -> bool:

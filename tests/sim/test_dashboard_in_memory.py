@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import builders
 import pytest
 from virtual import MemoryClient
 from worlds import World, simulated
 
 from ftcoord import concurrency
-from ftcoord.core import event_records, rendezvous_records
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core import history, rendezvous_records
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import event_key, member_id, member_key, run_prefix
-from ftcoord.core.rendezvous_records import JoinRequest
-from ftcoord.dashboard import board as boards
-from ftcoord.dashboard.board import LEASE_AGE, LEASE_TIMEOUT, Board, LeaseBook, Shown, TooManyViewers, Viewing
+from ftcoord.dashboard import feeds
+from ftcoord.dashboard.feeds import LEASE_AGE, LEASE_TIMEOUT, Board, LeaseBook, Shown, TooManyViewers
 from ftcoord.errors import ClientClosed, EtcdUnavailable
 from ftcoord.etcd.api import Get, RangeResult
+from ftcoord.operator.report import JobList, JobStatus, NextDecision, NodeStatus, RoundsStatus
 from ftcoord.operator.status import Rules
-from ftcoord.operator.told import JobList, JobStatus
 
 PATIENCE = 60.0
 """Virtual seconds."""
@@ -26,29 +26,33 @@ PATIENCE = 60.0
 
 def join(client: MemoryClient, host: str, job: str = "job") -> int:
     lease = client.grant(600).id
-    ask = JoinRequest(host, "10.0.0.1", 5, 0, host, "n", 2, 4)
+    ask = builders.ask(host, port=5, host=host, limits=(2, 4))
     client.put(member_key(run_prefix("/f", job), member_id(lease)), rendezvous_records.encode(ask), lease)
     return lease
 
 
 def hosts(shown: Shown) -> list[str]:
-    assert isinstance(shown.told, JobStatus)
-    return [one.host for one in shown.told.rounds.members] if shown.told.rounds else []
+    assert isinstance(shown.report, JobStatus)
+    return [one.host for one in shown.report.rounds.members] if shown.report.rounds else []
 
 
 class Eye:
     """A viewer, and how it is woken."""
 
     def __init__(self, board: Board, job: str | None = "job") -> None:
-        self._woken = concurrency.event()
-        self.viewing: Viewing = board.view(job, self._woken.set)
+        self._woken, self._board = concurrency.event(), board
+        self._wake = self._woken.set
+        self.feed = board.view(job, self._wake)
+
+    def goes(self) -> None:
+        self._board.leave(self.feed, self._wake)
 
     def sees(self, what: Callable[[Shown], bool]) -> Shown:
         """Wait for wakes alone, as the page's stream does."""
         deadline = concurrency.now() + PATIENCE
         while True:
             self._woken.clear()
-            news = self.viewing.news
+            news = self.feed.news
             if news is not None and what(news):
                 return news
             assert self._woken.wait(deadline - concurrency.now()), f"nothing such is shown, but {news}"
@@ -62,16 +66,16 @@ def test_each_change_is_shown_to_all_by_one_follower(world: World) -> None:
         join(client, "a")
         lease = join(client, "b")
         for eye in eyes:
-            eye.sees(lambda news: news.told is not None and hosts(news) == ["a", "b"])
+            eye.sees(lambda news: news.report is not None and hosts(news) == ["a", "b"])
         assert board.followed == {"job"}
         client.revoke(lease)
         for eye in eyes:
             eye.sees(lambda news: hosts(news) == ["a"])
         for eye in eyes[1:]:
-            eye.viewing.close()
+            eye.goes()
         assert board.followed == {"job"}
-        eyes[0].viewing.close()
-        eyes[0].viewing.close()
+        eyes[0].goes()
+        eyes[0].goes()
         assert board.followed == set()
 
 
@@ -81,12 +85,12 @@ def test_a_lost_etcd_is_told_and_what_was_missed_when_it_is_back(world: World) -
     join(other, "a")
     with Board(client, "/f", Rules()) as board:
         job, jobs = Eye(board), Eye(board, None)
-        job.sees(lambda news: not news.error and news.told is not None)
-        jobs.sees(lambda news: isinstance(news.told, JobList) and [one.job for one in news.told.jobs] == ["job"])
+        job.sees(lambda news: not news.error and news.report is not None)
+        jobs.sees(lambda news: isinstance(news.report, JobList) and [one.job for one in news.report.jobs] == ["job"])
         client.cut_off()
         lost = job.sees(lambda news: bool(news.error))
         assert hosts(lost) == ["a"]
-        jobs.sees(lambda news: bool(news.error) and news.told is not None)
+        jobs.sees(lambda news: bool(news.error) and news.report is not None)
         join(other, "b")
         client.reconnect()
         job.sees(lambda news: not news.error and hosts(news) == ["a", "b"])
@@ -99,7 +103,7 @@ def test_an_etcd_that_never_answered_is_told_too(world: World) -> None:
     client.cut_off()
     with Board(client, "/f", Rules()) as board:
         job = Eye(board)
-        assert job.sees(lambda news: bool(news.error)).told is None
+        assert job.sees(lambda news: bool(news.error)).report is None
         join(other, "a")
         client.reconnect()
         job.sees(lambda news: not news.error and hosts(news) == ["a"])
@@ -111,7 +115,7 @@ def test_a_board_that_closes_tells_its_viewers_and_takes_no_more(world: World) -
     eye = Eye(board)
     board.close()
     assert eye.sees(lambda news: news.is_last).error == "the page is closing"
-    eye.viewing.close()
+    eye.goes()
     with pytest.raises(ClientClosed):
         Eye(board)
 
@@ -121,21 +125,21 @@ def test_a_feed_whose_client_is_closed_ends_and_the_next_viewer_gets_another(wor
     client = world.etcd.client()
     with Board(client, "/f", Rules()) as board:
         eye = Eye(board)
-        eye.sees(lambda news: news.told is not None)
+        eye.sees(lambda news: news.report is not None)
         client.close()
         eye.sees(lambda news: news.is_last)
         again = Eye(board)
-        assert again.viewing.news is not eye.viewing.news
-        eye.viewing.close()
+        assert again.feed.news is not eye.feed.news
+        eye.goes()
         assert board.followed == {"job"}
 
 
 @simulated
 def test_viewers_and_jobs_are_bounded(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch, Board(world.etcd.client(), "/f", Rules()) as board:
-        patch.setattr(boards, "MOST_JOBS", 2)
-        patch.setattr(boards, "MOST_VIEWERS", 3)
-        patch.setattr(boards, "SHARE", 1)
+        patch.setattr(feeds, "MOST_JOBS", 2)
+        patch.setattr(feeds, "MOST_VIEWERS", 3)
+        patch.setattr(feeds, "SHARE", 1)
         first = Eye(board, "one")
         Eye(board, "two")
         with pytest.raises(TooManyViewers):
@@ -143,28 +147,32 @@ def test_viewers_and_jobs_are_bounded(world: World) -> None:
         Eye(board, "two")
         with pytest.raises(TooManyViewers):
             Eye(board, "two")
-        first.viewing.close()
+        first.goes()
         Eye(board, "three")
+
+
+def view(board: Board, job: str, client: str) -> None:
+    board.view(job, concurrency.event().set, client)
 
 
 @simulated
 def test_whoever_looks_at_jobs_that_are_none_leaves_room_for_others(world: World) -> None:
     with Board(world.etcd.client(), "/f", Rules()) as board:
-        for at in range(boards.MOST_JOBS // 2):
-            board.view(f"none {at}", lambda: None, "10.0.0.1")
+        for at in range(feeds.MOST_JOBS // 2):
+            view(board, f"none {at}", "10.0.0.1")
         with pytest.raises(TooManyViewers, match="from your address"):
-            board.view("one more", lambda: None, "10.0.0.1")
-        board.view("job", lambda: None, "10.0.0.2")
-        board.view("job", lambda: None, "10.0.0.1")
-        for _ in range(boards.MOST_VIEWERS // 2 - boards.MOST_JOBS // 2 - 1):
-            board.view("job", lambda: None, "10.0.0.1")
+            view(board, "one more", "10.0.0.1")
+        view(board, "job", "10.0.0.2")
+        view(board, "job", "10.0.0.1")
+        for _ in range(feeds.MOST_VIEWERS // 2 - feeds.MOST_JOBS // 2 - 1):
+            view(board, "job", "10.0.0.1")
         with pytest.raises(TooManyViewers, match="from your address"):
-            board.view("job", lambda: None, "10.0.0.1")
+            view(board, "job", "10.0.0.1")
 
 
 def write_event(client: MemoryClient, reason: str) -> None:
     event = HistoryEvent("recalled", 1, reason=reason)
-    client.put(event_key(run_prefix("/f", "job"), client.get("x").revision, "w", 0), event_records.encode(event))
+    client.put(event_key(run_prefix("/f", "job"), client.get("x").revision, "w", 0), history.encode(event))
 
 
 @simulated
@@ -186,17 +194,17 @@ def test_the_past_is_told_to_all_viewers_without_reading_etcd_for_each(world: Wo
         eyes += [Eye(board) for _ in range(9)]
         write_event(other, "the second")
         for eye in eyes:
-            eye.sees(lambda news: reasons(news) == ["the second", "the first"])
+            eye.sees(lambda news: reasons(news) == ["the first", "the second"])
         assert len(reads) - before <= 2  # whether etcd is there, while nothing comes of it
         other.revoke(lease)
         gone = eyes[0].sees(lambda news: not hosts(news))
-        assert isinstance(gone.told, JobStatus)
-        assert not gone.told.exists
-        assert reasons(gone) == ["the second", "the first"]
+        assert isinstance(gone.report, JobStatus)
+        assert not gone.report.exists
+        assert reasons(gone) == ["the first", "the second"]
 
 
 def reasons(news: Shown) -> list[str]:
-    return [one.reason for one in news.past.events] if news.past else []
+    return [one.reason for one in news.history.events] if news.history else []
 
 
 class Clerk:
@@ -210,16 +218,25 @@ class Clerk:
         return (7, 10) if lease_id else (-1, 0)
 
 
+def leases_in(book: LeaseBook, *members: str) -> list[int | None]:
+    """What a viewer of these members is sent of their leases."""
+    next_ = NextDecision("wait", "")
+    nodes = tuple(NodeStatus(None, one, one, one, "waiting", "", 1) for one in members)
+    rounds = RoundsStatus("forming", False, 0, 0, False, 1, 2, "", 0, "", "", "", "", next_, nodes, ())
+    found = book.lease(JobStatus(1, "job", 1, True, False, rounds, None, ()))
+    assert found.rounds is not None
+    return [one.lease_left for one in found.rounds.members]
+
+
 @simulated
 def test_leases_are_asked_once_for_all_who_look(world: World) -> None:
     clerk = Clerk()
     book = LeaseBook(clerk)
     for _ in range(3):
-        found = book.of(["0", "a"])
-        assert {member: lease.left for member, lease in found.items()} == {"a": 7}
+        assert leases_in(book, "0", "a") == [None, 7]
     assert clerk.asked == [0, 10]
     concurrency.sleep(LEASE_AGE)
-    book.of(["a"])
+    leases_in(book, "a")
     assert clerk.asked == [0, 10, 10]
 
 
@@ -241,7 +258,7 @@ def test_nobody_waits_for_the_leases_of_others_while_etcd_is_away(world: World) 
     book, began = LeaseBook(clerk), concurrency.now()
 
     def ask(member: str) -> None:
-        assert book.of([member, "ff"]) == {}
+        assert leases_in(book, member, "ff") == [None, None]
         taken.put(concurrency.now() - began)
 
     for at in range(10):
@@ -249,5 +266,5 @@ def test_nobody_waits_for_the_leases_of_others_while_etcd_is_away(world: World) 
     assert max(taken.get(timeout=PATIENCE) for _ in range(10)) < LEASE_TIMEOUT + 0.1
     assert clerk.asked == 1
     concurrency.sleep(LEASE_AGE)
-    assert book.of(["a"]) == {}
+    assert leases_in(book, "a") == [None]
     assert clerk.asked == 2

@@ -14,6 +14,7 @@ from typing import Final
 
 import pytest
 from failing_jobs import AT_ONCE, KINDS, LAST_CALL, LATE, LEASE_TTL, Case, Injector, Job, Node, Root, kernel_of
+from helpers import rdzv_settings
 from simulator.oracles import RUN
 from simulator.plan import Network, Plan
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -21,16 +22,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from virtual import MemoryEtcd, Scheduler
 
-from ftcoord.core.causes import UNKNOWN_PEER, in_causal_order, is_consequence, told_end
-from ftcoord.core.event_records import HistoryEvent, ends_in, last_life, read_history
+from ftcoord.core.history import UNKNOWN_PEER, HistoryEvent, ends_in, in_causal_order, is_consequence, read_history
 from ftcoord.core.layout import KEY_PREFIX, events_span
 from ftcoord.core.rendezvous_records import AnyRound
 from ftcoord.etcd.api import Get
-from ftcoord.operator.past import explain
+from ftcoord.operator.history import explain
 from ftcoord.operator.reading import read_events, read_job
+from ftcoord.operator.report import Explanation
 from ftcoord.operator.status import Rules, tell_job
-from ftcoord.operator.told import Explanation
-from ftcoord.rendezvous.settings import RendezvousSettings
 
 CASES: Final = 200
 HOURS: Final = 6 * 3600.0
@@ -119,13 +118,9 @@ def live_through(job: Job, case: Case, folder: Path, lines: Lines) -> Story:
     draw = random.Random(f"failing job {case.seed}")
     for at in range(case.size):
         name = f"host{at}"
-        settings = RendezvousSettings(
-            "etcd-v3",
-            "run",
-            1,
-            case.size,
-            name,
-            None,
+        settings = rdzv_settings(
+            (1, case.size),
+            local_addr=name,
             last_call_timeout=LAST_CALL,
             lease_ttl=LEASE_TTL,
             close_timeout=5.0,
@@ -207,7 +202,7 @@ def check(story: Story) -> None:
 def ends(story: Story) -> list[HistoryEvent]:
     """How parts in the round ended, the first cause first."""
     kvs = story.job.observer.range(Get(events_span(RUN))).kvs
-    past = last_life(read_history((kv.key, kv.value, kv.mod_revision) for kv in kvs))
+    past = read_history((kv.key, kv.value, kv.mod_revision) for kv in kvs)
     return in_causal_order(ends_in(past, story.number))
 
 
@@ -215,7 +210,7 @@ def check_history(story: Story) -> None:
     told = ends(story)
     if not is_unknown(story):
         assert told
-        assert told_end(told[0]) == story.first.line, told
+        assert told[0].line == story.first.line, told
 
 
 def is_unknown(story: Story) -> bool:
@@ -225,7 +220,7 @@ def is_unknown(story: Story) -> bool:
     told = ends(story)
     if story.first.kind not in ("host_loss", "preemption") or not story.record.closed:
         return False
-    if any(told_end(one) == story.first.line for one in told):
+    if any(one.line == story.first.line for one in told):
         return False
     is_its_own = story.first.kind == "preemption" and told[0].who == story.first.node.name
     assert is_its_own or is_consequence(told[0]), told
@@ -273,7 +268,7 @@ def check_why(story: Story) -> None:
     if is_unknown(story):
         assert UNKNOWN_PEER in told or story.first.kind == "preemption", told
         if story.first.kind == "host_loss":
-            assert f"{story.first.node.name} had said nothing when " in told, told
+            assert f"{story.first.node.name} had reported nothing when " in told, told
         return
     assert story.why.first is not None
     assert f"It began with this: {story.first.line}" in told, told

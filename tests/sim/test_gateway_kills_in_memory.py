@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import builders
 import pytest
 from worlds import World, simulated
 
@@ -11,10 +12,8 @@ from ftcoord import concurrency
 from ftcoord.coordination import gateway
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.gateway import GatewayKills
-from ftcoord.coordination.gateway_sessions import GatewaySessions
+from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
 from ftcoord.coordination.kills import order_kill
-from ftcoord.coordination.pending_call import PendingCall
-from ftcoord.core.quorum_records import QuorumRequest
 
 LONG = 60.0
 """Seconds, virtual."""
@@ -45,7 +44,7 @@ class Behind:
         self.sessions.beat(name, "peer", concurrency.now() + LONG)
 
     def ask(self, name: str) -> None:
-        request = QuorumRequest(name, f"http://{name}:1", "", 1, 1, False, "", 0, ())
+        request = builders.request(name, address=f"http://{name}:1", step=1)
         self.sessions.ask(request, "ipv4:10.0.0.1:1", concurrency.now() + LONG, PendingCall())
 
     def _kill(self, address: str, _message: str, _deadline: float) -> None:

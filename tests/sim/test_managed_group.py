@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import cast
 
+import builders
 import pytest
 from virtual import DELIVERED, Call, Fate
 from worlds import World, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import parse_address
-from ftcoord.coordination.managed_group import REJOIN_PAUSE, ManagedGroup
+from ftcoord.coordination.manager import REJOIN_PAUSE, ManagedGroup
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
-from ftcoord.core.quorum_records import QuorumRequest, parse_replica
+from ftcoord.core.quorum_records import parse_replica
 from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT
 
 UNBEATEN = parse_address("etcd://memory:1/job?min_replicas=2")
@@ -72,7 +73,7 @@ def test_nobody_asks_for_a_rank_that_has_gone_though_its_request_is_still_under_
     client.fate = delay_first
     concurrency.thread(go, "goes away").start()
     with pytest.raises(TimeoutError):
-        replica.ask(QuorumRequest("a", "http://a:1", "a:2", 0, 1, False, "", 0, ()), concurrency.now() + 30, gone)
+        replica.ask(builders.request("a", address="http://a:1", store_address="a:2"), concurrency.now() + 30, gone)
     world.sleep(5)
     ((key, value),) = world.keys(members_span(UNBEATEN.prefix).start).items()
     assert parse_replica(key, value).asked == 0

@@ -28,7 +28,7 @@ from virtual import MemoryClient, Scheduler
 
 from ftcoord.core import quorum
 from ftcoord.primitives import sentinel
-from ftcoord.primitives.sentinel_orders import Order
+from ftcoord.primitives.sentinel import Order
 
 SEEDS = int(os.environ.get("FTCOORD_SIM_SEEDS", "3"))
 """Of each profile."""

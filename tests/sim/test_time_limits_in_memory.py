@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
-from members import Door
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
+from helpers import rdzv_settings
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from virtual import DELIVERED, Call, Fate, MemoryClient
 from worlds import World, play, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.rendezvous_records import AnyRound, encode
+from ftcoord.core.rendezvous_records import AnyRound, Round
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd.api import Etcd, Put
-from ftcoord.etcd.retry import ATTEMPT_TIMEOUT, SHORTEST_TIMEOUT, TimeLimit
-from ftcoord.primitives.exactly_once import ExactlyOnceWriter
+from ftcoord.etcd.api import Put
+from ftcoord.etcd.retry import SHORTEST_TIMEOUT, TimeLimit
 from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT
-from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT
+from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, ExactlyOnceWriter
 from ftcoord.rendezvous.node import Node
-from ftcoord.rendezvous.pace import LAST_LOOK_TIMEOUT
+from ftcoord.rendezvous.pace import LAST_READ_TIMEOUT
 from ftcoord.rendezvous.record_change import RecordChange, change_record
-from ftcoord.rendezvous.settings import RendezvousSettings
 
 TIMEOUT = 0.5
 """Seconds that callers allow: a fraction of what one request may take."""
 LAST_REQUESTS = 0.35
 """Seconds that requests may take whose time was over before they began: each has a tenth in any case."""
-REQUESTS = range(4)
-"""How many are answered before etcd hangs: a first call has fewer than these, or ends well."""
 
 
 def hanging_after(world: World, answered: int) -> MemoryClient:
@@ -70,66 +65,21 @@ def test_a_change_of_a_store_takes_no_longer_than_its_deadline(answered: int) ->
     scenario()
 
 
-@simulated
-def test_a_store_gets_its_lease_though_etcd_takes_longer_for_it_than_for_a_change(world: World) -> None:
-    """And one only: each that was granted too late would live for its hour."""
-    client = world.etcd.client(
-        lambda call: Fate(answers=1.2 * ATTEMPT_TIMEOUT) if call.method == "grant" else DELIVERED
-    )
-    writer = ExactlyOnceWriter(client, "/s/", 3600, None, None, concurrency.event())
-    assert writer.make([Put("/s/key", b"1")], [], None, concurrency.now() + 60).done
-    assert len(world.etcd.leases) == 1
-    writer.close()
-
-
 @pytest.mark.parametrize("answered", range(12))
 def test_a_node_that_gets_no_round_in_time_leaves_soon_after(answered: int) -> None:
     """It still looks who is there, takes back what it asked, and gives up its lease."""
 
     def scenario(world: World) -> None:
-        settings = RendezvousSettings("etcd-v3", "run", 2, 2, None, None, join_timeout=4.0)
+        settings = rdzv_settings((2, 2), join_timeout=4.0)
         node = Node(hanging_after(world, answered), settings, "host", "host")
         began = concurrency.now()
         with pytest.raises(RendezvousError):
             node.ask(1)
         seconds = concurrency.now() - began
         leaving = WRITE_ATTEMPT_TIMEOUT + TAKE_BACK_TIMEOUT
-        assert seconds < settings.join_timeout + LAST_LOOK_TIMEOUT + leaving + LAST_REQUESTS
+        assert seconds < settings.times.join_timeout + LAST_READ_TIMEOUT + leaving + LAST_REQUESTS
 
     play(scenario, answered)
-
-
-class NotesRevocations(Door):
-    """How long each may take."""
-
-    def __init__(self, real: Etcd) -> None:
-        super().__init__(real)
-        self.seconds: list[float | None] = []
-
-    def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
-        self.seconds.append(timeout)
-        self.real.revoke(lease_id, timeout=timeout)
-
-
-def test_a_node_whose_word_is_not_taken_keeps_time_to_give_up_its_lease() -> None:
-    """A lease that lives on holds up the others, and why it leaves does not."""
-
-    def scenario(world: World) -> None:
-        client = world.etcd.client()
-        door = NotesRevocations(client)
-        settings = RendezvousSettings("etcd-v3", "run", 2, 2, None, None, join_timeout=4.0)
-        node = Node(door, settings, "host", "host")
-
-        def no_word() -> None:
-            world.until(lambda: node.participant.joined, "it has joined")
-            client.fate = lambda call: Fate(arrives=math.inf) if call.method == "txn" else DELIVERED
-
-        concurrency.thread(no_word, "no word").start()
-        with pytest.raises(RendezvousTimeoutError):
-            node.ask(1)
-        assert door.seconds == [pytest.approx(TAKE_BACK_TIMEOUT, abs=0.1)]
-
-    play(scenario, 0)
 
 
 @simulated
@@ -149,8 +99,9 @@ def test_a_run_is_closed_in_time_or_not_at_all(world: World) -> None:
     """Its record is read, a lease is granted, and the record is written: each in time by itself, but not together."""
 
     def ends(now: AnyRound) -> RecordChange:
-        return RecordChange(encode(now), (), ())
+        assert isinstance(now, Round)
+        return RecordChange(now, ())
 
     client = world.etcd.client(lambda _call: Fate(answers=0.8 * TIMEOUT))
-    seconds = seconds_of(lambda: change_record(client, "/run", 60, 0, ends, TimeLimit.of(TIMEOUT)))
+    seconds = seconds_of(lambda: change_record(client, "/run", 60, ends, by="me", within=TimeLimit.of(TIMEOUT)))
     assert seconds < TIMEOUT + LAST_REQUESTS

@@ -8,13 +8,13 @@ later round is the same state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Final, NamedTuple
 
 import exploring
-from counted_times import as_at_any_time, with_idle_times
 from exploring import replace
 from invariants import InvariantBroken, check_round, require
 
@@ -22,6 +22,69 @@ from ftcoord.core import rendezvous
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, Round
 from ftcoord.core.round_situation import RETURN_FACTOR, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Verdict
+
+NOW: Final = 0.0
+
+
+def with_idle_times(view: RoundSituation, time: float = NOW, blind: Set[str] = frozenset()) -> RoundSituation:
+    """The same situation, with this one for every time that counts for nothing.
+
+    That is so until what the time belongs to happens again, which sets it anew:
+      - `seen` of a member that neither asks, nor holds a seat for another one, nor has a seat while seats are taken: it
+        counts again once the member writes;
+      - `changed_at` while nobody of the last round asks again: whoever does changes it;
+      - `previous_at` while a round runs, and where there is none: the next record changes it;
+      - all of them once the run is closed. None here asks to go on from it. So only a vanished record opens it again,
+        and only for members that never saw it, which are `blind`.
+    """
+    last = view.previous or NO_ROUND
+    if last.closed:
+        seen = [member if member.id in blind else _seen_at(member, time) for member in view.members]
+        return _with(view, seen, time, time)
+    taking = bool(last.seats) and not (last.ready or last.recalled)
+    is_lost = any(member.ask.seated > last.number for member in view.members)
+    members: list[RoundCandidate] = []
+    is_back = False
+    for member in view.members:
+        if _asks(member, last):
+            is_back = is_back or member.ask.node in last.nodes
+        elif not (is_lost or member.ask.holds or (taking and member.id in last.ranks)):
+            member = _seen_at(member, time)
+        members.append(member)
+    stands = taking or bool(last.recalled)  # a round that etcd has lost is recalled too, without seats
+    return _with(view, members, view.changed_at if is_back else time, view.previous_at if stands else time)
+
+
+def _seen_at(member: RoundCandidate, time: float) -> RoundCandidate:
+    return member if member.seen == time else RoundCandidate(member.id, member.ask, time, member.revision)
+
+
+def _with(
+    view: RoundSituation, members: Sequence[RoundCandidate], changed_at: float, previous_at: float
+) -> RoundSituation:
+    """The same object where nothing changes, which is told at once."""
+    same = all(map(is_, members, view.members))
+    if same and (changed_at, previous_at) == (view.changed_at, view.previous_at):
+        return view
+    return replace(view, members=tuple(members), changed_at=changed_at, previous_at=previous_at)
+
+
+def _asks(member: RoundCandidate, last: Round) -> bool:
+    return not member.ask.holds and member.ask.after >= max(member.ask.seated, last.last_seats.get(member.id, 0))
+
+
+def as_at_any_time(
+    judge: Callable[[RoundSituation], Verdict[Round]], view: RoundSituation, oldest: float
+) -> Verdict[Round]:
+    """What it decides, when times that count for nothing are as new as they can be, and as old.
+
+    Raises InvariantBroken if that makes a difference: then a rule looks at a time that counts for nothing here.
+    """
+    verdict = judge(view)
+    other = with_idle_times(view, oldest)
+    require("no rule looks at a time that counts for nothing", other is view or judge(other) == verdict)
+    return verdict
+
 
 SETTLE: Final = 1.0
 LAST_CALL: Final = 2.0
@@ -152,7 +215,6 @@ class World:
         guarded: whether that guard is there.
         vanishing: whether the record may vanish from etcd.
         hanging: whether to ask of every state also what becomes of the others when one participant never comes back.
-        all_times: whether to tell states apart that differ only in times that count for nothing.
     """
 
     limits: tuple[int, int]
@@ -162,7 +224,6 @@ class World:
     guarded: bool = True
     vanishing: bool = False
     hanging: bool = True
-    all_times: bool = False
     decide: Decide = rendezvous.decide
     _records: dict[Round, Round] = field(default_factory=dict)
     _verdicts: dict[tuple[RoundSituation, frozenset[str]], Verdict] = field(default_factory=dict)
@@ -186,7 +247,7 @@ class World:
 
     def _timed(self, state: State) -> State:
         """A decision on its way was made on times that count then: until it has arrived, none is dropped."""
-        if self.all_times or state.pending:
+        if state.pending:
             return state
         view = with_idle_times(state.view, blind=state.blind)
         return state if view is state.view else state._replace(view=view)

@@ -9,6 +9,7 @@ import pytest
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination.address import Job, parse_address
 from ftcoord.coordination.connection import connect
+from ftcoord.core.manager_address import key_of, parted, with_token
 from ftcoord.errors import ConfigError
 
 
@@ -151,3 +152,26 @@ def test_a_misspelt_option_is_named_with_what_was_meant() -> None:
 def test_what_follows_a_host_is_shown_if_it_can_only_be_a_port() -> None:
     with pytest.raises(ConfigError, match=r"^endpoints='h1:70000' "):
         parse_address("etcd://h1:70000/job")
+
+
+TOKEN = "0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize("port", [None, 1, 65535])
+def test_a_managers_address_has_its_token_and_its_own_port(port: int | None) -> None:
+    plain, fragment = parted(with_token("http://h:7", TOKEN, port))
+    assert (plain, key_of(fragment)) == ("http://h:7", (bytes.fromhex(TOKEN), port))
+
+
+@pytest.mark.parametrize(
+    "fragment",
+    [
+        "",
+        "#",
+        f"#{TOKEN[1:]}",
+        f"#{TOKEN.upper()}",
+        *(f"#{TOKEN}:{port}" for port in ("", "0", "65536", "-1", "x", "1:1")),
+    ],
+)
+def test_what_is_no_token_stays_in_the_address(fragment: str) -> None:
+    assert parted(f"http://h:7{fragment}") == (f"http://h:7{fragment}", "")

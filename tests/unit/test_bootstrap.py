@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import builders
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from virtual import Scheduler
@@ -12,10 +13,10 @@ from virtual import Scheduler
 from ftcoord.config import EtcdConfig
 from ftcoord.core.rendezvous_records import HeardRound, RollChunk, Round, Seat, head_of
 from ftcoord.errors import ConfigError
-from ftcoord.etcd.rpc import addresses
+from ftcoord.etcd import addresses
 from ftcoord.rendezvous import bootstrap
 from ftcoord.rendezvous.bootstrap import address_trouble, check_local_addr, own_address
-from ftcoord.rendezvous.create import check_for_torch
+from ftcoord.rendezvous.handler import check_for_torch
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_the_interfaces_of_this_host_have_its_loopback_among_them() -> None:
 
 def a_round(address: str, *hosts: str) -> Round:
     seats = tuple(Seat(f"m{at}", f"n{at}", f"{host} (pid {at})") for at, host in enumerate(hosts))
-    return Round(1, seats, address, 29500)
+    return builders.round_(1, seats, address=address)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcoord import cli
-from ftcoord.commands.acting import who
-from ftcoord.commands.flags import ETCD_FLAGS
+from ftcoord.commands.flags import ETCD_FLAGS, who
 from ftcoord.commands.output import WIDEST, Terminal, to_json, to_line, to_yaml
 from ftcoord.config import EtcdConfig
 from ftcoord.escaping import neutral
-from ftcoord.operator import told
-from ftcoord.operator.told import FORMAT, Done, Examination, Finding, JobLine, JobList
+from ftcoord.operator import report
+from ftcoord.operator.report import FORMAT, Done, Examination, Finding, JobLine, JobList
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -74,9 +74,9 @@ def test_yaml_takes_no_text_for_something_else(value: tuple[str, ...]) -> None:
 
 
 def test_a_table_is_as_wide_as_it_must_be() -> None:
-    table = list(
-        Terminal(out=io.StringIO()).table(("NAME", "N"), [("\u65e5\u672c", 5), ("a\x1b", None), ("x" * 99, 12)])
-    )
+    found = (("\u65e5\u672c", 5), ("a\x1b", None), ("x" * 99, 12))
+    rows = [SimpleNamespace(name=name, n=n) for name, n in found]
+    table = list(Terminal(out=io.StringIO()).table("NAME=name N=n", rows))
     assert table[0] == f"NAME{' ' * (WIDEST - 4)}   N"
     assert table[1] == f"\u65e5\u672c{' ' * (WIDEST - 4)}   5"
     assert table[2] == rf"a\x1b{' ' * (WIDEST - 5)}   -"
@@ -102,7 +102,7 @@ def test_colours_are_for_terminals(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     screen = out()
-    Terminal("table", colours, screen).tell(None, [Terminal("table", colours, screen).word("running")])
+    Terminal("table", colours, screen).show(None, [Terminal("table", colours, screen).word("running")])
     assert ("\x1b[32mrunning\x1b[0m" in screen.getvalue()) == coloured
 
 
@@ -114,7 +114,7 @@ def test_whoever_is_to_leave_has_a_colour_of_its_own() -> None:
 
 def test_json_has_no_colours() -> None:
     screen = Tty()
-    Terminal("json", "always", screen).tell(Examination(FORMAT, True, (Finding("ok", "a", "b"),)), ["not this"])
+    Terminal("json", "always", screen).show(Examination(FORMAT, True, (Finding("ok", "a", "b"),)), ["not this"])
     assert json.loads(screen.getvalue()) == {
         "format": 1,
         "healthy": True,
@@ -126,7 +126,7 @@ def test_json_has_no_colours() -> None:
 
 
 def documents() -> Iterator[type]:
-    return (one for one in vars(told).values() if dataclasses.is_dataclass(one) and isinstance(one, type))
+    return (one for one in vars(report).values() if dataclasses.is_dataclass(one) and isinstance(one, type))
 
 
 def form_of(kind: Any) -> Any:
@@ -161,6 +161,8 @@ def test_each_command_and_flag_is_described_with_its_variable(command: str) -> N
     page = PAGE.read_text(encoding="utf-8")
     assert f"`ftcoord {command}" in page
     for flag in parsers()[command].get_default("flags"):
+        if not flag.name.startswith("-"):
+            continue
         assert flag.variable.startswith("FTCOORD_")
         assert re.search(rf"^- `{flag.name}`[^:]*, `{flag.variable}`: ", page, re.MULTILINE), flag.name
 

@@ -1,31 +1,29 @@
-"""What a watch shows, without an etcd."""
+"""What a watch shows, with an etcd in memory that may be away."""
 
 from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from doors import Door
 from held import TIMER, expired_kv, timers_kv
+from virtual import MemoryEtcd
+from virtual.etcd import MemoryClient
 
 from ftcoord.commands.output import Terminal
-from ftcoord.commands.watching import _Show
-from ftcoord.core.layout import decided_key, member_id, member_key, quorum_prefix, run_prefix
+from ftcoord.commands.status_watch_history_why import show_change
+from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix, timers_span
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Seat, encode
 from ftcoord.errors import EtcdUnavailable
-from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.job_keys import GroupKeys, JobKeys
+from ftcoord.etcd.api import Get, KeyValue, RangeResult
+from ftcoord.operator import reading
+from ftcoord.operator.reading import JobWatch, read_job
 from ftcoord.operator.status import Rules
-from ftcoord.operator.watching import JobWatch
 
-RUN = run_prefix("/f", "job")
-
-
-def keys(outcome: str, revision: int = 5) -> JobKeys:
-    record = encode(replace(NO_ROUND, closed="it is over", outcome=outcome))
-    decided = KeyValue(decided_key(RUN), record, 1, 1, 1, 0)
-    return JobKeys("job", revision, GroupKeys(RUN, decided), GroupKeys(quorum_prefix("/f", "job")), 1)
+RUN = run_prefix(KEY_PREFIX, "job")
 
 
 class Tty(io.StringIO):
@@ -33,128 +31,156 @@ class Tty(io.StringIO):
         return True
 
 
+class Stalling(Door):
+    """An etcd that does not answer, or not where timers are asked for."""
+
+    away = stalls = False
+
+    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
+        if self.away:
+            raise EtcdUnavailable("it is away\x1b[2J")
+        if self.stalls and get.span == timers_span(RUN):
+            raise EtcdUnavailable("it stalls")
+        return super().range(get, timeout=timeout)
+
+
 class Screen:
     """A watch, what it has printed, and an etcd that is there or not."""
 
-    def __init__(self, format: str = "json", out: io.StringIO | None = None) -> None:
-        self.out = out or io.StringIO()
-        self.timers: tuple[KeyValue, ...] | None = ()
-        terminal = Terminal(format, "never", self.out)
-        watch = JobWatch("job", Rules(), self.find_timers, every_timer=terminal.is_live)
-        self.show = _Show(terminal, watch)
-        self.now: JobKeys | None = keys("finished")
-        self.asked: list[bool] = []
+    def __init__(self, client: MemoryClient, format: str = "json", out: io.StringIO | None = None) -> None:
+        self.client, self.etcd, self.out = client, Stalling(client), out or io.StringIO()
+        self._terminal = Terminal(format, "never", self.out)
+        self.watch = JobWatch(self.etcd, KEY_PREFIX, "job", Rules(), every_timer=self._terminal.is_live)
 
-    def find_timers(self) -> tuple[KeyValue, ...]:
-        if self.timers is None:
-            raise EtcdUnavailable("it stalls")
-        return self.timers
+    def hold(self, *timers: KeyValue) -> None:
+        """These are the timers from now on."""
+        self.client.delete(timers_span(RUN))
+        for kv in timers:
+            self.client.put(kv.key, kv.value)
 
-    def probe(self, lost: bool) -> JobKeys | None:
-        self.asked.append(lost)
-        if self.now is None:
-            raise EtcdUnavailable("it is away\x1b[2J")
-        return self.now if lost else None
+    def ends(self, outcome: str) -> None:
+        """The run is over."""
+        self.client.put(decided_key(RUN), encode(replace(NO_ROUND, closed="it is over", outcome=outcome)))
 
-    def hear(self, found: JobKeys | None) -> list[str]:
-        """The lines that this adds."""
+    def hear(self, outcome: str = "") -> list[str]:
+        """The lines that are added: by the news that the run has ended so, or else by none."""
+        if outcome:
+            self.ends(outcome)
         before = len(self.out.getvalue())
-        self.show.next(found, self.probe)
+        if (now := self.watch.take(read_job(self.client, KEY_PREFIX, "job") if outcome else None)) is not None:
+            show_change(now, self._terminal)
         return self.out.getvalue()[before:].splitlines()
 
 
-def test_what_has_not_changed_is_not_shown_again() -> None:
-    screen = Screen()
-    assert len(screen.hear(keys("finished"))) == 1
-    assert screen.hear(keys("finished", revision=6)) == []
-    assert screen.hear(None) == []
-    assert screen.asked == [False]
-    assert screen.show.code() == 0
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryClient]:
+    monkeypatch.setattr(reading, "TIMERS_INTERVAL", 0)
+    monkeypatch.setattr(reading, "TIMERS_REST", 0)
+    with MemoryEtcd() as server:
+        yield server.client()
 
 
-def test_one_that_lost_etcd_says_so_once_and_shows_what_there_is_now_when_it_is_back() -> None:
-    screen = Screen()
-    screen.hear(keys("finished"))
-    screen.now = None
-    lost = json.loads(*screen.hear(None))
+@pytest.fixture
+def screen(client: MemoryClient) -> Iterator[Screen]:
+    made = Screen(client)
+    yield made
+    made.watch.close()
+
+
+@pytest.fixture
+def table(client: MemoryClient) -> Iterator[Screen]:
+    """Its lines are for people."""
+    made = Screen(client, "table")
+    yield made
+    made.watch.close()
+
+
+def test_what_has_not_changed_is_not_shown_again(screen: Screen) -> None:
+    assert len(screen.hear("finished")) == 1
+    assert screen.hear("finished") == [], "etcd's revision alone is no change"
+    assert screen.hear() == []
+
+
+def test_one_that_lost_etcd_reports_it_once_and_shows_what_there_is_now_when_it_is_back(screen: Screen) -> None:
+    screen.hear("finished")
+    screen.etcd.away = True
+    lost = json.loads(*screen.hear())
     assert (lost["connected"], lost["error"], lost["status"]["healthy"]) == (False, r"it is away\x1b[2J", True)
-    assert screen.hear(None) == []
-    assert screen.show.code() == 3
-    screen.now = keys("failed")
-    back = json.loads(*screen.hear(None))
+    assert screen.hear() == []
+    screen.etcd.away = False
+    screen.ends("failed")
+    back = json.loads(*screen.hear())
     assert (back["connected"], back["error"], back["status"]["healthy"]) == (True, "", False)
-    assert screen.show.code() == 1
 
 
-def test_a_timer_that_runs_or_is_released_makes_no_line_and_one_that_expires_does() -> None:
+def test_a_timer_that_runs_or_is_released_makes_no_line_and_one_that_expires_does(screen: Screen) -> None:
     """A worker may hold another one at each of its steps."""
-    screen = Screen()
-    screen.hear(keys("finished"))
-    screen.timers = (timers_kv(RUN),)
-    assert screen.hear(None) == []
-    screen.timers = (timers_kv(RUN, replace(TIMER, token=2, wall_ms=1_009_000)),)
-    assert screen.hear(None) == []
-    screen.timers = (timers_kv(RUN), expired_kv(RUN))
-    (line,) = screen.hear(None)
+    screen.hear("finished")
+    screen.hold(timers_kv(RUN))
+    assert screen.hear() == []
+    screen.hold(timers_kv(RUN, replace(TIMER, token=2, wall_ms=1_009_000)))
+    assert screen.hear() == []
+    screen.hold(timers_kv(RUN), expired_kv(RUN))
+    (line,) = screen.hear()
     assert [one["standing"] for one in json.loads(line)["status"]["timers"]] == ["expired"]
-    screen.timers = ()
-    assert len(screen.hear(None)) == 1
+    screen.hold()
+    assert len(screen.hear()) == 1
 
 
-def test_an_etcd_that_stalls_while_it_is_asked_for_timers_is_lost_at_once() -> None:
-    """It is not waited for twice; and what had just come is told all the same."""
-    screen = Screen()
-    screen.hear(keys("finished"))
-    screen.timers = None
-    lost = json.loads(*screen.hear(keys("failed")))
+def test_an_etcd_that_stalls_while_it_is_asked_for_timers_is_lost_at_once(screen: Screen) -> None:
+    """It is not waited for twice; and what had just come is reported all the same."""
+    screen.hear("finished")
+    screen.etcd.stalls = True
+    lost = json.loads(*screen.hear("failed"))
     assert (lost["connected"], lost["error"], lost["status"]["healthy"]) == (False, "it stalls", False)
-    screen.timers, screen.now = (), keys("finished")
-    back = json.loads(*screen.hear(None))
+    screen.etcd.stalls = False
+    screen.ends("finished")
+    back = json.loads(*screen.hear())
     assert (back["connected"], back["status"]["healthy"]) == (True, True)
 
 
-def test_a_screen_that_is_redrawn_shows_each_timer() -> None:
-    screen = Screen("table", Tty())
-    screen.hear(keys("finished"))
-    screen.timers = (timers_kv(RUN),)
-    assert any("node7" in line for line in screen.hear(None))
-    screen.timers = ()
-    shown = screen.hear(None)
+def test_a_screen_that_is_redrawn_shows_each_timer(client: MemoryClient) -> None:
+    screen = Screen(client, "table", Tty())
+    with screen.watch:
+        screen.hear("finished")
+        screen.hold(timers_kv(RUN))
+        assert any("node7" in line for line in screen.hear())
+        screen.hold()
+        shown = screen.hear()
     assert shown
     assert not any("node7" in line for line in shown)
 
 
-def test_a_line_names_the_timer_that_expired() -> None:
-    screen = Screen("table")
-    screen.hear(keys("finished"))
+def test_a_line_names_the_timer_that_expired(table: Screen) -> None:
+    table.hear("finished")
     late = replace(TIMER, scope="step\x1b")
-    screen.timers = (timers_kv(RUN, late), expired_kv(RUN, late))
-    (line,) = screen.hear(None)
+    table.hold(timers_kv(RUN, late), expired_kv(RUN, late))
+    (line,) = table.hear()
     assert r"timer expired: 'step\x1b' of node7 (pid 7)" in line
 
 
-def test_a_line_names_who_is_to_leave() -> None:
-    lease = member_id(9)
-    record = replace(NO_ROUND, number=1, seats=(Seat(lease, "n", "host7"),), drained=("n",), min_nodes=1, max_nodes=2)
+def test_a_line_names_who_is_to_leave(table: Screen) -> None:
+    lease = table.client.grant(60).id
+    seats = (Seat(member_id(lease), "n", "host7"),)
+    record = replace(NO_ROUND, number=1, seats=seats, drained=("n",), min_nodes=1, max_nodes=2)
+    table.client.put(decided_key(RUN), encode(record))
     ask = JoinRequest("n", "10.0.0.1", 5, 0, "host7", "n", 1, 2, seated=1)
-    decided = KeyValue(decided_key(RUN), encode(record), 1, 1, 1, 0)
-    member = KeyValue(member_key(RUN, lease), encode(ask), 1, 1, 1, 9)
-    rounds = GroupKeys(RUN, decided, below_members=(member,))
-    (line,) = Screen("table").hear(JobKeys("job", 5, rounds, GroupKeys(quorum_prefix("/f", "job")), 2))
-    assert ", draining host7" in line
+    table.client.put(member_key(RUN, member_id(lease)), encode(ask), lease)
+    now = table.watch.take(read_job(table.client, KEY_PREFIX, "job"))
+    assert now is not None
+    show_change(now, Terminal("table", "never", table.out))
+    assert "; draining: host7" in table.out.getvalue()
 
 
-def test_lines_say_that_etcd_is_lost() -> None:
-    screen = Screen("table")
-    screen.hear(keys("finished"))
-    screen.now = None
-    (line,) = screen.hear(None)
-    assert line[9:] == r"ETCD IS LOST: it is away\x1b[2J"
+def test_lines_report_that_etcd_is_lost(table: Screen) -> None:
+    table.hear("finished")
+    table.etcd.away = True
+    (line,) = table.hear()
+    assert line[9:] == r"etcd does not answer: it is away\x1b[2J"
 
 
-def test_one_that_never_found_etcd_ends() -> None:
-    screen = Screen()
-    screen.now = None
+def test_one_that_never_found_etcd_ends(screen: Screen) -> None:
+    screen.etcd.away = True
     with pytest.raises(EtcdUnavailable):
-        screen.hear(None)
-    assert screen.show.code() == 3
+        screen.hear()
+    assert screen.watch.last is None

@@ -44,17 +44,6 @@ def test_a_signal_handler_may_put_what_its_thread_waits_for(interrupted: list[Ca
     assert items.get(timeout=DEADLINE) == "put"
 
 
-def test_an_empty_queue_says_so_at_once() -> None:
-    items: concurrency.Queue[int] = concurrency.inbox()
-    items.put(1)
-    assert not items.empty()
-    assert items.get(block=False) == 1
-    assert items.empty()
-    for wait in ({"block": False}, {"timeout": 0}):
-        with pytest.raises(concurrency.Empty):
-            items.get(**wait)
-
-
 def test_each_item_is_got_once_whoever_waits() -> None:
     """No consumer sleeps while there is an item, though several were put at once."""
     items: concurrency.Queue[int] = concurrency.inbox()
@@ -99,27 +88,6 @@ def end_of_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return concurrency._close_all
 
 
-def test_what_is_dropped_is_closed_once_on_a_thread(end_of_process: Callable[[], None]) -> None:
-    """The collector may run in any line, under any lock."""
-    closed: concurrency.Queue[str] = concurrency.inbox()
-    owner = Owner()
-    concurrency.when_forgotten(owner, lambda: closed.put(concurrency.current_thread().name))
-    del owner
-    assert closed.get(timeout=DEADLINE) == "ftcoord-forget"
-    end_of_process()
-    assert closed.empty()
-
-
-def test_what_was_closed_is_not_closed_again(end_of_process: Callable[[], None]) -> None:
-    owner, closed = Owner(), list[object]()
-    cancel = concurrency.when_forgotten(owner, closed.append, 1)
-    cancel()
-    cancel()
-    del owner
-    end_of_process()
-    assert closed == []
-
-
 def test_the_end_of_the_process_closes_members_before_the_clients_that_they_need(
     end_of_process: Callable[[], None],
 ) -> None:
@@ -151,19 +119,3 @@ def test_the_end_of_the_process_waits_for_what_a_thread_is_closing(end_of_proces
     end_of_process()
     assert closed == ["dropped", "client"]
     helper.join(DEADLINE)
-
-
-def test_where_no_thread_starts_the_end_of_the_process_closes(
-    end_of_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    owner, closed = Owner(), list[object]()
-    concurrency.when_forgotten(owner, closed.append, 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        del owner
-    assert closed == []
-    end_of_process()
-    assert closed == [1]

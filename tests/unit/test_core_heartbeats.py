@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ftcoord.core.heartbeats import Beat, HeartbeatEvent, Roll, encode, parse_beat
 from ftcoord.core.layout import heartbeat_key
 from ftcoord.errors import StateError
+from ftcoord.heartbeat import Beat, HeartbeatEvent, Roll, encode, parse_beat
 
 
 def test_a_record_comes_back() -> None:

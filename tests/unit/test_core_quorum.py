@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import builders
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,9 @@ CREATED = 1_700_000_000.5
 
 
 def request(name: str, **fields: Any) -> QuorumRequest:
-    default = QuorumRequest(name, f"http://{name}:1", f"{name}:2", 5, 1, False, "", 0, (f"handle-{name}",))
+    default = builders.request(
+        name, address=f"http://{name}:1", store_address=f"{name}:2", step=5, handles=(f"handle-{name}",)
+    )
     return replace(default, **fields)
 
 
@@ -47,7 +50,7 @@ def all_ask(names: str, **more: Any) -> list[QuorumCandidate]:
 
 def quorum(names: str, number: int = 1, id_: int = 1, idle: tuple[IdleMember, ...] = ()) -> QuorumRecord:
     seats = tuple(QuorumSeat(f"lease-{name}", 1, request(name)) for name in names.split())
-    return QuorumRecord(number, id_, seats, idle, CREATED)
+    return builders.quorum(number, seats, id=id_, idle=idle, created=CREATED)
 
 
 def judge(
@@ -233,7 +236,7 @@ def test_seats_are_ordered_by_bytes() -> None:
 def test_requests_are_returned_as_sent() -> None:
     sent = request("a", data='{"k": [1]}', handles=("x", "y"), step=-1, world_size=2)
     verdict = judge([QuorumCandidate("lease", sent, 9, 0, 0.0)])
-    assert decided(verdict) == QuorumRecord(1, 1, (QuorumSeat("lease", 9, sent),), (), CREATED)
+    assert decided(verdict) == builders.quorum(1, (QuorumSeat("lease", 9, sent),), created=CREATED)
 
 
 # -- who asks -----------------------------------------------------------------------------------------------------
@@ -323,7 +326,7 @@ def test_of_two_incarnations_the_last_to_ask_counts(
 
 
 def test_an_old_incarnation_that_was_answered_does_not_ask_when_the_new_one_is_gone() -> None:
-    previous = QuorumRecord(1, 1, (QuorumSeat("old", 4, request("a")),), (), CREATED)
+    previous = builders.quorum(1, (QuorumSeat("old", 4, request("a")),), id=1, created=CREATED)
     old, new = asks("a", 4, member="old"), asks("a", 1, member="new")
     second = decided(judge([old, new], previous))
     assert ([seat.member for seat in second.seats], second.idle) == (["new"], (IdleMember("old", 4),))
@@ -565,43 +568,6 @@ def cases(draw: st.DrawFn) -> Case:
     previous = draw(st.none() | st.just(quorum(" ".join(before), 3, draw(st.integers(1, 4)), idle)))
     options = QuorumOptions(draw(st.integers(0, 4)), draw(st.sampled_from([0.0, 10.0, HOUR])))
     return Case(unique, previous, options, draw(times))
-
-
-@given(cases())
-def test_a_quorum_is_sound(case: Case) -> None:
-    """S5: never empty; min_replicas and a strict majority of the live replicas ask, or all of the last quorum do."""
-    verdict = case.verdict()
-    if isinstance(verdict, Wait):
-        assert not case.is_fast
-        return
-    seated = [one.replica_id for one in verdict.record.requests]
-    assert seated
-    assert seated == sorted(set(seated), key=str.encode)
-    assert set(seated) <= case.asking
-    assert case.is_fast or len(seated) >= case.options.min_replicas
-    assert case.is_fast or 2 * len(case.asking) > len(case.alive)
-    assert {(seat.member, seat.asked, seat.request) for seat in verdict.record.seats} <= {
-        (one.member, one.asked, one.request) for one in case.replicas
-    }
-
-
-@given(cases())
-def test_a_decision_moves_on(case: Case) -> None:
-    """S2, for one step: the number and the id; and what is known as answered is not asked again."""
-    verdict, previous = case.verdict(), case.previous
-    if isinstance(verdict, Wait):
-        return
-    new = verdict.record
-    known = max((one.after for one in case.replicas), default=0)
-    assert new.number == (previous.number if previous else 0) + 1
-    assert new.id >= max(known, previous.id if previous else 1)
-    if previous is None or new.id == previous.id:
-        assert previous is None or [a.replica_id for a in new.requests] == [b.replica_id for b in previous.requests]
-    else:
-        assert new.id > max(known, previous.id)
-    was = previous.answered if previous else {}
-    asked = {one.member: one.asked for one in case.replicas}
-    assert {m for m, number in was.items() if asked.get(m) == number} <= new.answered.keys()
 
 
 @given(cases())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from hashlib import blake2b
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +35,6 @@ PETITION = ReplicaRecord(REQUEST, 3, 12, 99, heard=40, min_replicas=2)
 QUORUM = QuorumRecord(5, 4, (QuorumSeat("694d", 3, REQUEST),), (IdleMember("694e", 2),), 1_700_000_000.25, "694d")
 
 SHORT = replace(PETITION, profile=digest_of(REQUEST.profile))
-SEATED = QUORUM.seats[0].request.profile
 
 
 def written(quorum: QuorumRecord) -> tuple[bytes, bytes]:
@@ -101,17 +99,6 @@ def test_a_petition_is_read_as_it_was_written(petition: ReplicaRecord) -> None:
     assert parse_replica(KEY, encode(petition)) == petition
 
 
-@given(replica_records)
-def test_a_petition_without_its_profile_is_completed_from_a_roster(petition: ReplicaRecord) -> None:
-    profile = petition.request.profile
-    read = parse_replica(KEY, encode(replace(petition, profile=digest_of(profile))))
-    assert read.completed({digest_of(profile): profile}) == petition.request
-    assert read.completed({}) is None
-    assert petition.completed({}) == petition.request
-    assert (read.asked, read.after, read.beat) == (petition.asked, petition.after, petition.beat)
-    assert read.request.replica_id == petition.request.replica_id
-
-
 @given(quorums)
 def test_a_quorum_is_read_as_it_was_written(quorum: QuorumRecord) -> None:
     head, roster = written(quorum)
@@ -149,47 +136,6 @@ def test_one_record_is_always_the_same_bytes(parse: Parse, value: bytes) -> None
     parse(KEY, value)
 
 
-def test_the_form_of_the_records() -> None:
-    """Others read them too: this changes with the layout's version only."""
-    profile = {
-        "replica_id": "rep_0:4f1c",
-        "address": "http://host0:1234",
-        "store_address": "host0:29500",
-        "world_size": 8,
-        "data": '{"a": 1}',
-        "handles": ["h0", "h1"],
-    }
-    progress = {"replica_id": "rep_0:4f1c", "step": 7, "shrink_only": False, "commit_failures": 2}
-    asked = {"v": 4, "asked": 3, "after": 12, "beat": 99, "heard": 40, "min_replicas": 2}
-    assert fields(encode(PETITION)) == {**asked, "request": profile | progress, "profile": "", "leaving": ""}
-    assert fields(encode(SHORT)) == {**asked, "request": progress, "profile": digest_of(SEATED)}
-    assert fields(ROSTER) == {"v": 4, "seats": [{"member": "694d", "asked": 3, "profile": profile}]}
-    assert fields(HEAD) == {
-        "v": 4,
-        "number": 5,
-        "id": 4,
-        "roster": parse_roster(KEY, ROSTER).digest,
-        "left": [],
-        "joined": [],
-        "asked": {"common": 0, "ranks": [], "values": []},
-        "step": {"common": 7, "ranks": [], "values": []},
-        "commit_failures": {"common": 2, "ranks": [], "values": []},
-        "shrink_only": {"common": 0, "ranks": [], "values": []},
-        "idle": [{"member": "694e", "asked": 2}],
-        "created": 1_700_000_000.25,
-        "by": "694d",
-    }
-
-
-def test_a_digest_is_the_same_in_all_releases() -> None:
-    assert (
-        digest_of(SEATED)
-        == blake2b(
-            json.dumps({"v": 4, **asdict(SEATED)}, separators=(",", ":"), sort_keys=True).encode(), digest_size=8
-        ).hexdigest()
-    )
-
-
 def test_a_thousand_replicas_of_eight_ranks_fit_into_one_request() -> None:
     """etcd takes 1.5 MiB a request."""
     one = QuorumRequest("r" * 40, "a" * 60, "s" * 60, 2**40, 8, False, "d" * 200, 0, ("h" * 40,) * 8)
@@ -225,60 +171,6 @@ def test_every_field_must_have_its_type(parse: Parse, value: bytes, wrong: objec
         ) in message
 
 
-@pytest.mark.parametrize("value", [encode(PETITION), encode(SHORT), ROSTER], ids=["whole", "short", "roster"])
-def test_a_request_and_a_profile_are_checked_wherever_they_are(value: bytes) -> None:
-    parse: Parse = parse_roster if value == ROSTER else parse_replica
-    wrong: dict[str, object] = dict.fromkeys(fields(encode(PETITION))["request"], None)
-    wrong |= {"shrink_only": 0, "step": True, "world_size": 1.0, "replica_id": 1, "handles": "ab", "data": "{"}
-    for name, bad in [*wrong.items(), ("data", "[]"), ("data", "5"), ("surprise", 1)]:
-        raw = fields(value)
-        inner = raw["seats"][0]["profile"] if "seats" in raw else raw["request"]
-        inner[name] = bad
-        assert name in refused(parse, raw)
-    raw["request" if parse is parse_replica else "seats"] = [1]
-    refused(parse, raw)
-
-
-def test_every_seat_and_handle_is_checked() -> None:
-    good = fields(ROSTER)["seats"][0]
-    for bad in ({}, [], {**good, "rank": 0}, {**good, "member": 3}, {**good, "profile": []}):
-        refused(parse_roster, {**fields(ROSTER), "seats": [good, bad]})
-    assert "asked" in refused(parse_head, {**fields(HEAD), "idle": [{"member": "x", "asked": 1.0}]})
-    request = fields(encode(PETITION))["request"]
-    assert "handles" in refused(
-        parse_replica, {**fields(encode(PETITION)), "request": {**request, "handles": ["h", 1]}}
-    )
-
-
-COLUMNS = pytest.mark.parametrize("name", ["asked", "step", "commit_failures", "shrink_only"])
-
-
-@COLUMNS
-@pytest.mark.parametrize(
-    "changed",
-    [{"ranks": [1], "values": [0]}, {"ranks": [-1], "values": [0]}, {"ranks": [0]}, {"values": [1]}],
-    ids=repr,
-)
-def test_only_who_has_a_seat_has_a_number(name: str, changed: dict[str, object]) -> None:
-    raw = fields(HEAD)
-    assert name in refused(parse_head, {**raw, name: {**raw[name], **changed}})
-
-
-@COLUMNS
-@pytest.mark.parametrize(
-    "changed", [{"common": 2**63}, {"common": True}, {"ranks": [0], "values": [2**63]}, {"surprise": 1}], ids=repr
-)
-def test_a_column_is_of_numbers(name: str, changed: dict[str, object]) -> None:
-    raw = fields(HEAD)
-    assert name in refused(parse_head, {**raw, name: {**raw[name], **changed}})
-
-
-def test_who_shrinks_says_yes_or_no() -> None:
-    assert "shrink_only" in refused(
-        parse_head, {**fields(HEAD), "shrink_only": {"common": 2, "ranks": [], "values": []}}
-    )
-
-
 def test_nobody_has_asked_more_often_than_can_be_counted() -> None:
     far = {"common": strict.LARGEST, "ranks": [], "values": []}
     assert "asked" in refused(parse_head, {**fields(HEAD), "asked": far})
@@ -303,40 +195,6 @@ def test_the_head_of_a_step_that_all_take_has_one_size() -> None:
     assert max(sizes) < 400
 
 
-def test_a_head_lists_those_that_are_elsewhere() -> None:
-    """Some heal, some had to ask twice: the head says so, until so many asked twice that a new roster is shorter."""
-    known = parse_roster(roster_key(KEY), written(job_of(64))[1])
-    for strayed in range(64):
-        now = job_of(64, 2, 2)
-        odd = [replace(seat, asked=3, request=replace(seat.request, step=0)) for seat in now.seats[:strayed]]
-        now = replace(now, seats=(*odd, *now.seats[strayed:]))
-        head, roster = encode_quorum(now, known)
-        assert parse_quorum(KEY, head, roster or written(job_of(64))[1]) == now
-        assert (roster is None) == (min(strayed, 64 - strayed) <= 16)
-
-
-@given(st.sets(st.integers(0, 63), max_size=5), st.sets(st.integers(0, 90), max_size=5), st.booleans())
-def test_a_head_lists_who_came_and_who_went(gone: set[int], new: set[int], again: bool) -> None:
-    """Up to four; those that went may come back as other members, with other profiles."""
-    before = job_of(64)
-    known = parse_roster(roster_key(KEY), written(before)[1])
-    stayed = [seat for place, seat in enumerate(job_of(64, 2, 2).seats) if place not in gone]
-    names = {f"rep_{number:04}x" for number in new} | ({f"rep_{number:04}" for number in gone} if again else set())
-    came = [QuorumSeat(f"new {name}", 1, replace(REQUEST, replica_id=name, address="other")) for name in names]
-    now = replace(before, seats=tuple(sorted((*stayed, *came), key=lambda seat: seat.request.replica_id)))
-    head, roster = encode_quorum(now, known)
-    assert parse_quorum(KEY, head, roster or written(before)[1]) == now
-    assert (roster is None) == (len(gone) + len(came) <= 4)
-    assert roster is not None or len(head) < 2500
-
-
-@pytest.mark.parametrize("changed", [{"left": [1]}, {"left": [-1]}, {"joined": [2]}, {"joined": [-1]}], ids=repr)
-def test_only_who_had_a_seat_left_and_a_rank_is_a_place(changed: dict[str, list[int]]) -> None:
-    ((name, (number,)),) = changed.items()
-    seat = {"rank": number, "member": "x", "profile": fields(ROSTER)["seats"][0]["profile"]}
-    assert name in refused(parse_head, {**fields(HEAD), name: [number if name == "left" else seat]})
-
-
 def test_a_head_goes_with_its_own_roster_only() -> None:
     """Somebody deleted or wrote one of the two keys: the error names the key that is wrong, and says what to do."""
     with pytest.raises(StateError, match=r"is gone from .*roster.*: delete both keys") as gone:
@@ -349,11 +207,6 @@ def test_a_head_goes_with_its_own_roster_only() -> None:
     with pytest.raises(StateError, match="does not hold JSON") as garbled:
         parse_quorum(KEY, HEAD, b"x")
     assert garbled.value.key == roster_key(KEY)
-
-
-@pytest.mark.parametrize("created", [b"NaN", b"Infinity", b"1e999", b"7"])
-def test_created_is_a_time(created: bytes) -> None:
-    assert "created" in refused(parse_head, HEAD.replace(b"1700000000.25", created))
 
 
 def test_one_kind_is_not_read_as_the_other() -> None:

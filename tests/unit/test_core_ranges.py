@@ -7,38 +7,33 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import builders
 import pytest
 from held import timers_kv
 
-from ftcoord.coordination.rank_frames import encode_call, parse_call
+from ftcoord.coordination.port import Frame
+from ftcoord.coordination.rank_port import encode_call, parse_call
 from ftcoord.coordination.ranks import RankRequest
 from ftcoord.core import quorum_records, rendezvous_records, strict
-from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.heartbeats import Beat, parse_beat
-from ftcoord.core.heartbeats import encode as encode_beat
 from ftcoord.core.quorum_head import encode_quorum, parse_quorum
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
-from ftcoord.core.rendezvous_records import (
-    JoinRequest,
-    Round,
-    RoundHead,
-    parse_decided,
-    parse_join_request,
-)
+from ftcoord.core.quorum_records import parse_replica
+from ftcoord.core.rendezvous_records import RoundHead, WorkerFailure, parse_decided, parse_join_request
 from ftcoord.core.timers import MOST_TIMERS, parse_timers
 from ftcoord.errors import StateError
+from ftcoord.heartbeat import Beat, parse_beat
+from ftcoord.heartbeat import encode as encode_beat
 
 KEY = timers_kv("/run").key
-REQUEST = QuorumRequest("a", "here", "there", 1, 2, False, "", 0, ("h",))
-QUORUM, ROSTER = encode_quorum(QuorumRecord(7, 7, (), (), 0.0))
-ASK = JoinRequest("n", "host", 1, 0, "host", "x", 1, 2)
+REQUEST = builders.request("a", address="here", store_address="there", step=1, world_size=2, handles=("h",))
+QUORUM, ROSTER = encode_quorum(builders.quorum(7))
+ASK = builders.ask("n", address="host", nonce="x")
 
 Parse = Callable[[str, bytes], object]
 RECORDS: dict[str, tuple[Parse, bytes]] = {
-    "replica": (parse_replica, quorum_records.encode(ReplicaRecord(REQUEST, 1, 1, 1))),
+    "replica": (parse_replica, quorum_records.encode(builders.replica(REQUEST, asked=1, after=1, beat=1))),
     "quorum": (lambda key, value: parse_quorum(key, value, ROSTER), QUORUM),
     "join": (parse_join_request, rendezvous_records.encode(ASK)),
-    "round": (parse_decided, rendezvous_records.encode(Round(1, (), "", 0))),
+    "round": (parse_decided, rendezvous_records.encode(builders.round_(1, address="", port=0))),
     "head": (parse_decided, rendezvous_records.encode(RoundHead(1, 1, "1-a-b", 1, "", 0))),
     "timers": (parse_timers, timers_kv("/run").value),
     "beat": (parse_beat, encode_beat(Beat("a", ""))),
@@ -120,7 +115,7 @@ def test_nor_does_a_rank_send_it_to_a_manager() -> None:
     call = RankRequest(0, 1, "m", False, 0, 5.0, "handle")
     assert parse_call(encode_call(call)) == call
     with pytest.raises(ValueError, match="utf-8"):
-        parse_call(encode_call(call).replace(b'"handle":"handle"', b'"handle":"\\ud800"'))
+        parse_call(Frame("q", encode_call(call).payload.replace(b'"handle":"handle"', b'"handle":"\\ud800"')))
 
 
 def test_what_a_process_cannot_choose_is_written_so_that_others_can_read_it() -> None:

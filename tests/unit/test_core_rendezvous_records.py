@@ -17,7 +17,7 @@ from ftcoord.errors import StateError
 
 KEY = "/ftcoord/v1/job/decided"
 SEAT = Seat("694d8a2f1c3e5b07", "4f1c0d6e8b7a49d2a7e5c3b1f0987654", "host1 (pid 4711)")
-ASK = JoinRequest(SEAT.node, "10.0.0.7", 29500, 3, SEAT.host, "a nonce", 2, 4, seated=3, reopens=1, leaving="SIGTERM")
+ASK = JoinRequest(SEAT.node, "10.0.0.7", 29500, 3, SEAT.host, "a nonce", 2, 4, seated=3, reopens=1)
 AWAY = Away("694d8a2f1c3e5b08", 2)
 ROUND = Round(
     4,

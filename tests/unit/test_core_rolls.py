@@ -1,22 +1,14 @@
-"""Rolls that lie beside their head: who reads the head finds all of its roll, in every order of two deciders' writes.
-
-Each write of a decider is a transaction of its own: a chunk of its roll, or the head. It may arrive at any time later,
-also after its decider died or decided otherwise, and more than once, since answers get lost.
-"""
+"""Rolls that lie beside their head, as keys and bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
-import exploring
+import builders
 import pytest
-from invariants import InvariantBroken, check_roll, require
 
-from ftcoord.core import layout
-from ftcoord.core.layout import roll_key, roll_span
 from ftcoord.core.rendezvous_records import (
     Away,
     HeardRound,
@@ -35,167 +27,22 @@ from ftcoord.core.rendezvous_records import (
     roll_id,
     round_of,
 )
-from ftcoord.core.verdict import Publish
 from ftcoord.errors import StateError
 
-PREFIX: Final = "/g"
 IN_TWOS: Final = RollSizes(inline=0, chunk=2)
-NAMES: Final = ("a", "b", "c", "d")
 
 
 @cache
 def round_with(number: int, first: str, size: int = 3, away: int = 0) -> Round:
     seats = tuple(Seat(f"{first}{n}", f"node {first}{n}", "h") for n in range(size))
-    return Round(number, seats, "here", 1, tuple(Away(f"{first}away{n}", 1) for n in range(away)), 1, size)
-
-
-ABSENT, PRESENT, EARLIER = 0, 1, -1
-"""Revisions of the record, as far as they matter: an absent record has 0, and each write gives it one that it never had
-before."""
-
-
-class Attempt(NamedTuple):
-    """A decision under way: on which revision of the record it is, by whom, and how many chunks of it were written."""
-
-    decider: str
-    base: int
-    round: Round
-    written: int = 0
-
-
-class State(NamedTuple):
-    """What is in etcd: the record, and the chunks of rolls. And what is under way, in no order that matters."""
-
-    head: RoundHead | None = None
-    keys: frozenset[tuple[str, bytes]] = frozenset()
-    attempts: tuple[Attempt, ...] = ()
-    begun: int = 0
-
-    @property
-    def at(self) -> int:
-        """The record's revision."""
-        return ABSENT if self.head is None else PRESENT
-
-    def trying(self, attempts: Iterable[Attempt]) -> State:
-        return self._replace(attempts=tuple(sorted(attempts, key=_order)))
-
-    def with_record(self, head: RoundHead | None) -> State:
-        """With another one, or the same one written anew: nobody has decided on that yet."""
-        stale = (one._replace(base=EARLIER) if one.base == PRESENT else one for one in self.attempts)
-        return self._replace(head=head).trying(stale)
-
-
-def _order(attempt: Attempt) -> tuple[str, int, int, str, int]:
-    return attempt.decider, attempt.base, attempt.round.number, attempt.round.seats[0].member, attempt.written
-
-
-@dataclass(frozen=True)
-class Rolls:
-    """The rules of one exploration.
-
-    Args:
-        guarded: whether a head requires that its roll is there, and each chunk that the record is unchanged.
-        last: whether a head is written after its roll.
-        named: whether a roll's name has its decider and its contents in it.
-    """
-
-    guarded: bool = True
-    last: bool = True
-    named: bool = True
-
-    def events(self, state: State) -> Iterator[tuple[str, State]]:
-        if state.begun < 3:
-            for decider in "xy" if state.begun else "x":  # whoever decides first may be called x
-                for first in "ab":
-                    decided = round_with((state.head.number if state.head else 0) + 1, first)
-                    attempt = Attempt(decider, state.at, decided)
-                    if attempt not in state.attempts:
-                        after = state.trying((*state.attempts, attempt))
-                        yield f"{decider} decides for {first}", after._replace(begun=state.begun + 1)
-        for attempt in state.attempts:
-            who = f"{attempt.decider} ({attempt.round.seats[0].member})"
-            yield f"{who} writes a chunk", self._write(state, attempt, goes_on=True)
-            yield f"{who} writes a chunk, and hears nothing of it", self._write(state, attempt, goes_on=False)
-            if attempt.written == self._chunks(attempt) or not self.last:
-                yield f"{who} writes the head", self._publish(state, attempt)
-        if state.head is not None:
-            yield "somebody recalls it", state.with_record(state.head)
-            yield "somebody deletes the record", state.with_record(None)
-
-    def _chunks(self, attempt: Attempt) -> int:
-        return IN_TWOS.chunks_for(attempt.round)
-
-    def _name(self, attempt: Attempt) -> str:
-        return named(attempt.round, self._chunks(attempt), attempt.decider) if self.named else "one"
-
-    def _write(self, state: State, attempt: Attempt, *, goes_on: bool) -> State:
-        at = attempt.written
-        if at == self._chunks(attempt) or (self.guarded and attempt.base != state.at):
-            return state
-        key = roll_key(PREFIX, self._name(attempt), at)
-        value = encoded(attempt.round, self._chunks(attempt))[at]
-        keys = frozenset({*((k, v) for k, v in state.keys if k != key), (key, value)})
-        after = attempt._replace(written=at + 1) if goes_on else attempt
-        return state._replace(keys=keys).trying(after if one is attempt else one for one in state.attempts)
-
-    def _publish(self, state: State, attempt: Attempt) -> State:
-        name = self._name(attempt)
-        there = dict(state.keys)
-        if attempt.base != state.at or (self.guarded and self.last and roll_key(PREFIX, name, 0) not in there):
-            return state
-        spans = layout.other_rolls(PREFIX, name)
-        kept = frozenset((key, value) for key, value in state.keys if not any(key in span for span in spans))
-        head = head_of(attempt.round, name, self._chunks(attempt), attempt.decider)
-        return state._replace(keys=kept).with_record(head)
-
-
-@cache
-def named(round_: Round, chunks: int, decider: str) -> str:
-    return roll_id(round_, chunks, decider)
-
-
-@cache
-def encoded(round_: Round, chunks: int) -> list[bytes]:
-    return [encode(one) for one in chunks_of(round_, chunks)]
-
-
-@cache
-def read_of(head: RoundHead, roll: tuple[tuple[str, bytes], ...]) -> Round:
-    return round_of("roll", head, [parse_chunk(key, value) for key, value in roll])
-
-
-def check(state: State) -> None:
-    """Whoever reads the head and its roll reads a round that somebody decided."""
-    head = state.head
-    if head is None:
-        return
-    there = dict(state.keys)
-    keys = [roll_key(PREFIX, head.roll, at) for at in range(head.chunks)]
-    require("S1 a head has all of its roll", all(key in there for key in keys))
-    try:
-        read = read_of(head, tuple((key, there[key]) for key in keys))
-    except StateError:
-        raise InvariantBroken("S1 a roll is one of somebody") from None
-    decided = [one.round for one in state.attempts if one.decider == head.by]
-    require("S1 a roll says what its decider decided", any(one.seats == read.seats for one in decided))
-
-
-def test_who_reads_a_head_finds_all_of_its_roll() -> None:
-    assert exploring.explore(State(), Rolls().events, check, 9) > 4_000
-
-
-@pytest.mark.parametrize(
-    ("rolls", "rule"),
-    [
-        (Rolls(last=False), "S1 a head has all of its roll"),
-        (Rolls(named=False), "S1 a roll"),
-        (Rolls(guarded=False), "S1 a head has all of its roll"),
-    ],
-    ids=["the head comes first", "all rolls have one name", "nothing guards it"],
-)
-def test_planted_bug_is_found(rolls: Rolls, rule: str) -> None:
-    with pytest.raises(InvariantBroken, match=rule):
-        exploring.explore(State(), rolls.events, check, 12)
+    return builders.round_(
+        number,
+        seats,
+        address="here",
+        port=1,
+        away=tuple(Away(f"{first}away{n}", 1) for n in range(away)),
+        limits=(1, size),
+    )
 
 
 # -- a roll as keys and bytes ---------------------------------------------------------------------------------------
@@ -224,8 +71,12 @@ def test_members_are_spread_over_all_chunks() -> None:
 def test_a_head_has_one_size_and_a_chunk_too() -> None:
     """etcd takes 1.5 MiB a request, and everybody is sent the head."""
     for size in (64, 10_000):
-        decided = Round(
-            2**31, tuple(Seat(f"{i:016x}", f"{i:032x}", f"{i:060d}") for i in range(size)), "f" * 39, 65535, (), 1, size
+        decided = builders.round_(
+            2**31,
+            tuple(Seat(f"{i:016x}", f"{i:032x}", f"{i:060d}") for i in range(size)),
+            address="f" * 39,
+            port=65535,
+            limits=(1, size),
         )
         chunks = RollSizes(32, 8).chunks_for(decided)
         assert len(encode(head_of(decided, roll_id(decided, chunks, "f" * 16), chunks, "f" * 16))) < 500
@@ -260,47 +111,3 @@ def test_chunks_that_are_not_whole_are_refused() -> None:
         parse_chunk("chunk", encode(replace(whole, away=("m",), rounds=())))
     with pytest.raises(StateError, match="no roll of 3 nodes"):
         round_of("roll", head_of(decided, "r", 2, ""), [other])
-
-
-# -- what a decider may publish ---------------------------------------------------------------------------------------
-
-
-def published(decided: Round, roll: str = "", **more: object) -> Publish[bytes]:
-    chunks = IN_TWOS.chunks_for(decided)
-    name = roll or roll_id(decided, chunks, "x")
-    beside = [(roll_key(PREFIX, name, at), encode(one)) for at, one in enumerate(chunks_of(decided, chunks))]
-    value = encode(head_of(decided, name, chunks, "x"))
-    return replace(Publish(value, "", beside=beside, deletes=layout.other_rolls(PREFIX, name)), **more)  # type: ignore[arg-type]
-
-
-DECIDED: Final = round_with(7, "m", away=1)
-OTHER: Final = round_with(7, "n")
-HEAD: Final = head_of(DECIDED, roll_id(DECIDED, 2, "x"), 2, "x")
-
-
-def test_a_new_round_and_what_is_said_of_it_later_are_published() -> None:
-    check_roll(PREFIX, None, DECIDED, published(DECIDED))
-    check_roll(
-        PREFIX, HEAD, replace(DECIDED, ready=True), published(replace(DECIDED, ready=True), HEAD.roll, beside=())
-    )
-    check_roll(PREFIX, None, DECIDED, Publish(encode(DECIDED), ""))
-
-
-@pytest.mark.parametrize(
-    ("old", "decision", "rule"),
-    [
-        (None, published(DECIDED, beside=published(DECIDED).beside[:1]), "written as a whole"),
-        (None, published(DECIDED, beside=published(OTHER, HEAD.roll).beside), "says what was decided"),
-        (None, published(OTHER), "says what was decided"),
-        (None, published(DECIDED, beside=()), "a new round has a new roll"),
-        (HEAD, published(DECIDED, "another"), "one membership"),
-        (None, published(DECIDED, deletes=[layout.rolls_span(PREFIX)]), "keeps its roll"),
-        (None, published(DECIDED, deletes=[roll_span(PREFIX, HEAD.roll)]), "keeps its roll"),
-        (None, Publish(encode(OTHER), ""), "one membership"),
-    ],
-)
-def test_a_roll_that_breaks_an_invariant_is_not_published(
-    old: RoundHead | None, decision: Publish[bytes], rule: str
-) -> None:
-    with pytest.raises(InvariantBroken, match=rule):
-        check_roll(PREFIX, old, DECIDED, decision)

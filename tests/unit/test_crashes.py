@@ -30,18 +30,3 @@ def test_a_crash_is_noticed_once(look: str) -> None:
     (said,) = crashes.crashed()
     assert said.endswith("ended by SIGSEGV")
     assert crashes.crashed() == []
-
-
-def test_one_that_crashed_before_it_was_killed_is_noticed() -> None:
-    process = subprocess.Popen([sys.executable, "-c", DIE, str(int(signal.SIGABRT))], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.read() == b"", "its end"
-    process.kill()
-    process.communicate()
-    assert len(crashes.crashed()) == 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_one_that_is_ended_has_not_crashed(number: signal.Signals) -> None:
-    assert subprocess.run([sys.executable, "-c", DIE, str(int(number))], check=False).returncode == -number
-    assert crashes.crashed() == []

@@ -9,32 +9,25 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import builders
 import pytest
 from held import timers_kv
-from helpers import DEADLINE, eventually
-from page_calls import TOKEN, Answer, Clerk, Site, numbers
+from helpers import DEADLINE
+from page_calls import TOKEN, Answer, Clerk, Site
 from prometheus_client.core import GaugeMetricFamily
 from virtual import MemoryClient, MemoryEtcd
 
-from ftcoord.core import event_records, rendezvous_records
-from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.layout import (
-    death_key,
-    decided_key,
-    event_key,
-    member_id,
-    member_key,
-    members_span,
-    run_prefix,
-)
-from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, Seat, parse_decided
+from ftcoord.core import history, rendezvous_records
+from ftcoord.core.history import HistoryEvent
+from ftcoord.core.layout import death_key, decided_key, event_key, member_id, member_key, members_span, run_prefix
+from ftcoord.core.rendezvous_records import AnyRound, Seat, parse_decided
 from ftcoord.dashboard import app as apps
-from ftcoord.dashboard.acts import PageActor
-from ftcoord.dashboard.app import make_app
-from ftcoord.dashboard.board import Board, LeaseBook
+from ftcoord.dashboard.feeds import Board
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Get
-from ftcoord.operator.status import Rules
+from ftcoord.operator.reading import read_job, with_leases
+from ftcoord.operator.report import plain
+from ftcoord.operator.status import Rules, tell_job
 
 RUN = run_prefix("/f", "a/b")
 
@@ -43,7 +36,7 @@ RUN = run_prefix("/f", "a/b")
 def site() -> Iterator[Site]:
     with MemoryEtcd() as etcd, etcd.client() as client, Board(client, "/f", Rules()) as board:
         lease = client.grant(600).id
-        ask = JoinRequest("n", "10.0.0.1", 5, 0, "host of n", "n", 2, 4)
+        ask = builders.ask("n", port=5, host="host of n", limits=(2, 4))
         client.put(member_key(run_prefix("/f", "a/b"), member_id(lease)), rendezvous_records.encode(ask), lease)
         yield Site(client, board)
 
@@ -66,57 +59,42 @@ def test_another_sites_name_is_answered_nothing(site: Site, path: str) -> None:
     assert site.board.followed == set()
 
 
+def first_report(told: Answer) -> bool:
+    return bool(told.events("report"))
+
+
 def test_a_job_is_streamed_and_freed_when_its_viewer_goes(site: Site) -> None:
-    answer = site.get("/api/job", job="a/b", until=lambda told: any(one["leases"] for one in told.events("beat")))
-    (page, *_), beat = answer.events("page"), answer.events("beat")[-1]
-    assert page["connected"]
-    (row,) = page["page"]["rounds"]["members"]["rows"]
-    assert row["host"] == "host of n"
-    assert beat["leases"] == {row["member"]: {"left": 7, "ttl": 10}}
+    (found,) = site.get("/api/job", job="a/b", until=first_report).events("report")
+    assert found["connected"]
+    (row,) = found["report"]["rounds"]["members"]
+    assert (row["host"], row["lease_left"], row["lease_ttl"]) == ("host of n", 7, 10)
+    assert found["counts"]["rounds"]["members"] == {"total": 1, "found": 1, "offset": 0, "states": {"waiting": 1}}
     assert site.board.followed == set()
 
 
+def test_a_report_is_what_the_command_prints(site: Site) -> None:
+    (found,) = site.get("/api/job", job="a/b", until=first_report).events("report")
+    told = with_leases(Clerk(), tell_job(read_job(site.client, "/f", "a/b", with_timers=True), Rules()))
+    assert found["report"] == json.loads(json.dumps(told, default=plain))
+
+
+def test_a_report_is_sent_again_though_nothing_changes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sign that the server is alive, and the leases of now."""
+    monkeypatch.setattr(apps, "BEAT", 0.01)
+    reports = site.get("/api/job", job="a/b", until=lambda told: len(told.events("report")) > 2).events("report")
+    assert len({found["at"] for found in reports}) == len(reports)
+
+
 def test_the_list_is_streamed(site: Site) -> None:
-    answer = site.get("/api/jobs", until=lambda told: bool(told.events("page")))
-    assert [one["job"] for one in answer.events("page")[0]["page"]["jobs"]["rows"]] == ["a/b"]
+    (found,) = site.get("/api/jobs", until=first_report).events("report")
+    assert [one["job"] for one in found["report"]["jobs"]] == ["a/b"]
 
 
 def test_a_lost_etcd_is_in_the_stream(site: Site) -> None:
     site.client.cut_off()
-    answer = site.get("/api/job", job="a/b", until=lambda told: bool(told.events("page")))
-    found = answer.events("page")[0]
-    assert (found["connected"], found["page"]) == (False, None)
+    (found,) = site.get("/api/job", job="a/b", until=first_report).events("report")
+    assert (found["connected"], found["report"]) == (False, None)
     assert found["error"]
-
-
-def test_a_lost_etcd_is_told_though_it_was_just_being_asked_for_leases(site: Site) -> None:
-    asked, over = threading.Event(), threading.Event()
-
-    class Stuck(Clerk):
-        def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
-            asked.set()
-            over.wait(DEADLINE)
-            return super().time_left(lease_id)
-
-    site.app = make_app(site.board, LeaseBook(Stuck()), {}, numbers)
-    said = []
-
-    def is_lost(answer: Answer) -> bool:
-        if asked.is_set():
-            site.client.cut_off()
-        said.extend(one for one in answer.events("page") if not one["connected"])
-        if said:
-            over.set()
-        return bool(said)
-
-    site.get("/api/job", job="a/b", until=is_lost)
-    assert said[0]["page"]["job"] == "a/b"
-
-
-def test_a_viewer_that_takes_nothing_is_dropped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apps, "SLOWEST", 0.05)
-    site.get("/api/job", job="a/b", takes=lambda: False)
-    eventually(lambda: site.board.followed == set(), "the feed is freed")
 
 
 @pytest.mark.parametrize("query", [{}, {"job": ""}, {"job": "x", "offset": "-1"}, {"job": "x", "offset": "a"}])
@@ -127,7 +105,7 @@ def test_bad_questions_are_refused(site: Site, query: dict[str, str]) -> None:
 
 
 def test_one_too_many_is_told_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcoord.dashboard.board.MOST_VIEWERS", 0)
+    monkeypatch.setattr("ftcoord.dashboard.feeds.MOST_VIEWERS", 0)
     answer = site.get("/api/jobs")
     assert answer.status == 503
     assert "too many" in json.loads(answer.body)["error"]
@@ -143,7 +121,7 @@ def test_prometheus_is_told_of_all_runs(site: Site, monkeypatch: pytest.MonkeyPa
     assert b"pip install prometheus_client" in answer.body
 
 
-def test_scrapes_that_wait_share_one_read(site: Site) -> None:
+def test_scrapes_share_a_read_that_is_in_progress(site: Site) -> None:
     began, may_end, reads = threading.Event(), threading.Event(), []
 
     def collect() -> list[GaugeMetricFamily]:
@@ -152,7 +130,7 @@ def test_scrapes_that_wait_share_one_read(site: Site) -> None:
         assert may_end.wait(DEADLINE)
         return [GaugeMetricFamily("ftcoord_runs", "Runs.", value=len(reads))]
 
-    app = make_app(site.board, LeaseBook(Clerk()), {}, collect)
+    site.makes(collect)
     bodies: list[bytes] = []
 
     async def scrape() -> None:
@@ -162,14 +140,8 @@ def test_scrapes_that_wait_share_one_read(site: Site) -> None:
         async def send(message: Any) -> None:
             bodies.append(message.get("body", b""))
 
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": "/metrics",
-            "query_string": b"",
-            "headers": [(b"host", b"localhost")],
-        }
-        await app(scope, receive, send)
+        scope = {"type": "http", "method": "GET", "path": "/metrics", "query_string": b""}
+        await site.app({**scope, "headers": [(b"host", b"localhost")]}, receive, send)
 
     async def scrapes() -> None:
         first = asyncio.create_task(scrape())
@@ -178,10 +150,11 @@ def test_scrapes_that_wait_share_one_read(site: Site) -> None:
         await asyncio.sleep(0)  # each of them has begun to wait
         may_end.set()
         await asyncio.gather(first, *others)
+        await scrape()
 
     asyncio.run(scrapes())
-    assert len(reads) == 2
-    assert sum(b"ftcoord_runs 2.0" in body for body in bodies) == 20
+    assert sum(b"ftcoord_runs 1.0" in body for body in bodies) == 21
+    assert sum(b"ftcoord_runs 2.0" in body for body in bodies) == 1
 
 
 def test_a_page_without_a_token_does_nothing(site: Site) -> None:
@@ -243,10 +216,10 @@ def write_round(client: MemoryClient, *names: str) -> None:
     seats = list[Seat]()
     for name in names:
         lease = client.grant(600).id
-        ask = JoinRequest(name, "10.0.0.1", 5, 0, f"host of {name}", name, 1, 3, seated=1)
+        ask = builders.ask(name, port=5, host=f"host of {name}", nonce=name, seated=1, limits=(1, 3))
         client.put(member_key(RUN, member_id(lease)), rendezvous_records.encode(ask), lease)
         seats.append(Seat(member_id(lease), name, f"host of {name}"))
-    record = Round(1, tuple(seats), "10.0.0.1", 5, (), 1, 3, ready=True)
+    record = builders.round_(1, tuple(seats), port=5, ready=True, limits=(1, 3))
     client.put(decided_key(RUN), rendezvous_records.encode(record))
 
 
@@ -285,10 +258,10 @@ def test_who_is_to_leave_and_which_timers_run_is_streamed(site: Site) -> None:
     site.order(what="drain", name="x")
     kv = timers_kv(RUN)
     site.client.put(kv.key, kv.value)
-    (page, *_) = site.get("/api/job", job="a/b", until=lambda told: bool(told.events("page"))).events("page")
-    standings = {row["node"]: row["standing"] for row in page["page"]["rounds"]["members"]["rows"]}
+    report = site.get("/api/job", job="a/b", until=first_report).events("report")[0]["report"]
+    standings = {row["node"]: row["standing"] for row in report["rounds"]["members"]}
     assert standings["x"] == "draining"
-    (row,) = page["page"]["timers"]["rows"]
+    (row,) = report["timers"]
     assert (row["host"], row["scope"], row["until"], row["standing"]) == ("node7", "step", 1004.0, "running")
 
 
@@ -302,15 +275,14 @@ def test_a_run_is_closed(site: Site) -> None:
 
 
 def test_a_gateways_page_is_about_its_job_alone(site: Site) -> None:
-    actor = PageActor(site.client, "/f", "me@here", DEADLINE)
-    site.app = make_app(site.board, LeaseBook(Clerk()), {}, None, actor=actor, token=TOKEN, only="a/b")
+    site.makes(token=TOKEN, gateway_job="a/b")
     for query in ({}, {"job": "other"}):
         answer = site.get("/", **query)
         assert (answer.status, answer.headers["location"]) == (307, "./?job=a%2Fb")
     assert site.get("/", job="a/b").status == 200
     assert site.get("/api/jobs").status == 403
     assert site.get("/api/job", job="other").status == 403
-    assert site.get("/api/job", job="a/b", until=lambda told: bool(told.events("page"))).status == 200
+    assert site.get("/api/job", job="a/b", until=first_report).status == 200
     assert site.order(job="other").status == 403
     assert site.get("/metrics").status == 404
 
@@ -355,32 +327,38 @@ def test_a_lost_etcd_does_nothing_and_says_so(site: Site) -> None:
     assert site.order().status == 503
 
 
-def test_what_happened_is_told_newest_first_and_by_whom(site: Site) -> None:
+def test_what_happened_is_told_and_by_whom(site: Site) -> None:
     site.may_act()
     site.order(what="close", reason="the disk is full")
-    (told,) = site.get("/api/job", job="a/b", until=lambda told: bool(told.events("past"))).events("past")
-    assert (told["events"][0]["kind"], told["events"][0]["by"]) == ("closed", "ann")
-    assert "the disk is full" in told["why"]
+    told = site.get("/api/job", job="a/b", until=first_report)
+    (past,) = told.events("history")
+    assert (past["history"]["events"][-1]["kind"], past["history"]["events"][-1]["by"]) == ("closed", "ann")
+    assert "the disk is full" in told.events("report")[0]["why"]
 
 
-def test_events_are_sent_again_only_when_there_are_more(site: Site) -> None:
+def test_the_newest_events_are_sent_and_only_when_there_are_more(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why a job is as it is changes with its members."""
-    write_event(site.client, "first")
+    monkeypatch.setattr(apps, "NEWEST_EVENTS", 2)
+    for reason in ("first", "second"):
+        write_event(site.client, reason)
     (member,) = site.client.range(Get(members_span(RUN))).kvs
-    orders = iter([lambda: site.client.revoke(member.lease), lambda: write_event(site.client, "second")])
+    orders = iter([lambda: site.client.revoke(member.lease), lambda: write_event(site.client, "third")])
+    whys: list[str] = []
 
     def enough(told: Answer) -> bool:
-        if len(told.events("past")) > len(sent):
-            sent.append(told.events("past")[-1])
+        if (reports := told.events("report")) and reports[-1]["why"] not in whys:
+            whys.append(reports[-1]["why"])
             next(orders, lambda: None)()
-        return len(sent) == 3
+        return len(whys) >= 2 and len(told.events("history")) > 1 and len(reports) > len(whys)
 
-    sent: list[Any] = []
-    site.get("/api/job", job="a/b", until=enough)
-    assert [[one["reason"] for one in past.get("events", ())] for past in sent] == [["first"], [], ["second", "first"]]
-    assert sent[0]["why"] != sent[1]["why"]
+    past = site.get("/api/job", job="a/b", until=enough).events("history")
+    assert [[one["reason"] for one in found["history"]["events"]] for found in past] == [
+        ["first", "second"],
+        ["second", "third"],
+    ]
+    assert [found["total"] for found in past] == [2, 3]
 
 
 def write_event(client: MemoryClient, reason: str) -> None:
-    value = event_records.encode(HistoryEvent("recalled", 1, reason=reason))
+    value = history.encode(HistoryEvent("recalled", 1, reason=reason))
     client.put(event_key(RUN, client.get("x").revision, "w", 0), value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ftcoord import cli
-from ftcoord.commands.paging import token_of
+from ftcoord.commands.dashboard_gateway_metrics import token_of
 from ftcoord.errors import ConfigError
 
 TOKEN = "0123456789abcdef"

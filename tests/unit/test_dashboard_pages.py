@@ -1,18 +1,18 @@
-"""What the page shows, and whom it answers, without a server."""
+"""What one viewer is sent of a report, and whom the page answers, without a server."""
 
 from __future__ import annotations
 
-import configparser
-import json
+import re
+from configparser import ConfigParser
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ftcoord.dashboard.guarding import is_token
-from ftcoord.dashboard.pages import ROWS_OF_PAGE, Wanted, members_on, page_of
-from ftcoord.metrics.http import is_allowed_host
-from ftcoord.operator.told import (
+from ftcoord.dashboard.app import is_token
+from ftcoord.dashboard.feeds import ROWS, part_of
+from ftcoord.metrics.exporter import is_allowed_host
+from ftcoord.operator.report import (
     FORMAT,
     JobLine,
     JobList,
@@ -22,7 +22,6 @@ from ftcoord.operator.told import (
     NodeStatus,
     RoundsStatus,
     Unreadable,
-    plain,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -56,35 +55,33 @@ def job(members: int, missing: int = 0) -> JobStatus:
     return JobStatus(FORMAT, "job", 9, True, True, rounds, None, (Unreadable("/k", "odd"),))
 
 
-def test_a_page_has_so_many_rows_and_the_counts_of_all() -> None:
-    rounds = page_of(job(10_000, 200), Wanted())["rounds"]
-    assert (len(rounds["members"]["rows"]), rounds["members"]["total"]) == (ROWS_OF_PAGE, 10_000)
-    assert (len(rounds["missing"]["rows"]), rounds["missing"]["total"]) == (ROWS_OF_PAGE, 200)
-    assert rounds["standings"] == {"running": 5000, "away": 5000}
+def test_a_viewer_is_sent_so_many_rows_and_the_counts_of_all() -> None:
+    status, counts = part_of(job(10_000, 200))
+    assert (len(status.rounds.members), counts["rounds"]["members"]["total"]) == (ROWS, 10_000)
+    assert (len(status.rounds.missing), counts["rounds"]["missing"]["total"]) == (ROWS, 200)
+    assert counts["rounds"]["members"]["states"] == {"running": 5000, "away": 5000}
+    assert [row.rank for row in status.rounds.members] == list(range(ROWS))
+
+
+def test_a_small_report_is_sent_whole() -> None:
+    assert part_of(job(ROWS, ROWS))[0] == job(ROWS, ROWS)
 
 
 def test_a_search_looks_at_all_texts_in_any_case_and_pages_go_on_from_there() -> None:
-    found = page_of(job(10_000), Wanted("HOST0999"))["rounds"]["members"]
-    assert (found["found"], found["rows"][0].host) == (10, "Host09990")
-    last = page_of(job(120), Wanted("", 100))["rounds"]["members"]
-    assert [row.rank for row in last["rows"]] == list(range(100, 120))
-    beyond = page_of(job(20), Wanted("", 100))["rounds"]["members"]
-    assert (beyond["offset"], len(beyond["rows"])) == (0, 20)
-
-
-def test_a_page_is_json_and_names_the_members_whose_leases_are_asked() -> None:
-    page = page_of(job(60), Wanted())
-    assert members_on(page) == [f"{at:016x}" for at in range(ROWS_OF_PAGE)]
-    read = json.loads(json.dumps(page, default=plain))
-    assert read["unreadable"]["rows"] == [{"key": "/k", "problem": "odd"}]
-    assert read["rounds"]["next"]["reason"] == "why"
+    status, counts = part_of(job(10_000), "HOST0999")
+    assert (counts["rounds"]["members"]["found"], status.rounds.members[0].host) == (10, "Host09990")
+    last, _ = part_of(job(120, 120), "", 100)
+    assert [row.rank for row in last.rounds.members] == list(range(100, 120))
+    assert [row.rank for row in last.rounds.missing] == list(range(ROWS))
+    beyond, counts = part_of(job(20), "", 100)
+    assert (counts["rounds"]["members"]["offset"], len(beyond.rounds.members)) == (0, 20)
 
 
 def test_a_list_is_paged_too() -> None:
     line = JobLine("", "running", 1, 2, None, None, 2, "")
     told = JobList(FORMAT, "/f", tuple(replace(line, job=f"job {at}") for at in range(70)))
-    page = page_of(told, Wanted("job 6"))
-    assert (page["jobs"]["found"], page["jobs"]["total"], page["states"]) == (11, 70, {"running": 70})
+    _, counts = part_of(told, "job 6")
+    assert counts["jobs"] == {"total": 70, "found": 11, "offset": 0, "states": {"running": 70}}
 
 
 @pytest.mark.parametrize(
@@ -116,13 +113,14 @@ def test_nothing_but_the_token_is_the_token(header: str) -> None:
     assert is_token("Bearer secret", "secret")
 
 
-def test_the_files_of_the_page_are_in_the_wheel() -> None:
-    setup = configparser.ConfigParser()
+def test_the_wheel_has_all_files_of_the_page_and_they_are_all_that_it_loads() -> None:
+    setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     patterns = setup["options.package_data"]["ftcoord"].split()
     packed = {path for pattern in patterns for path in (ROOT / "ftcoord").glob(pattern)}
     served = {path for path in STATIC.rglob("*") if path.is_file()}
-    assert {path.name for path in served} == {"index.html", "page.css", "page.js", "icon.svg"}
+    named = re.findall(r'(?:src|href)="static/([^"]+)"', (STATIC / "index.html").read_text(encoding="utf-8"))
+    assert {path.name for path in served} == {"index.html", *named}
     assert served <= packed
 
 

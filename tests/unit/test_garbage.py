@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import builders
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +17,8 @@ from virtual import MemoryEtcd
 from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import quorum_head, quorum_records, rendezvous_records
 from ftcoord.core.quorum import QuorumOptions
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
-from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead, Seat
+from ftcoord.core.quorum_records import QuorumSeat
+from ftcoord.core.rendezvous_records import RollChunk, RoundHead, Seat
 from ftcoord.core.round_situation import RoundOptions
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
@@ -28,23 +29,25 @@ from ftcoord.rendezvous.policy import RendezvousPolicy
 CASES = int(os.environ.get("FTCOORD_TEST_GARBAGE", "200"))
 PREFIX = "/ftcoord/v1/run"
 NOW = 1000.0
-REQUEST = QuorumRequest("a", "addr", "store", 3, 1, False, "", 0, ())
-HEAD, ROSTER = quorum_head.encode_quorum(QuorumRecord(7, 7, (QuorumSeat("0000000000000001", 1, REQUEST),), (), 0.0, ""))
+REQUEST = builders.request("a", address="addr", store_address="store", step=3)
+HEAD, ROSTER = quorum_head.encode_quorum(builders.quorum(7, (QuorumSeat("0000000000000001", 1, REQUEST),)))
 assert ROSTER is not None
 GOOD = [
-    rendezvous_records.encode(JoinRequest("n1", "10.0.0.1", 1234, 0, "h", "x", 1, 2)),
-    rendezvous_records.encode(JoinRequest("n2", "10.0.0.2", 1234, 7, "h", "y", 1, 2)),
-    rendezvous_records.encode(Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234)),
+    rendezvous_records.encode(builders.ask("n1", port=1234, host="h", nonce="x")),
+    rendezvous_records.encode(builders.ask("n2", address="10.0.0.2", port=1234, after=7, host="h", nonce="y")),
+    rendezvous_records.encode(builders.round_(7, (Seat("0000000000000001", "n1", "h"),), port=1234)),
     rendezvous_records.encode(
-        Round(7, (Seat("0000000000000001", "n1", "h"),), "10.0.0.1", 1234, recalled="somebody left")
+        builders.round_(7, (Seat("0000000000000001", "n1", "h"),), port=1234, recalled="somebody left")
     ),
     rendezvous_records.encode(RoundHead(7, 1, "7-0000000000000001-x", 1, "10.0.0.1", 1234)),
     rendezvous_records.encode(RollChunk(("0000000000000001",), ("n1",), ("h",), (0,))),
-    quorum_records.encode(ReplicaRecord(REQUEST, 1, 0, 0)),
-    quorum_records.encode(ReplicaRecord(REQUEST, 2, 7, 9)),
+    quorum_records.encode(builders.replica(REQUEST, asked=1)),
+    quorum_records.encode(builders.replica(REQUEST, asked=2, after=7, beat=9)),
     HEAD,
     ROSTER,
-    quorum_records.encode(ReplicaRecord(REQUEST, 3, 7, 9, quorum_records.digest_of(REQUEST.profile))),
+    quorum_records.encode(
+        builders.replica(REQUEST, asked=3, after=7, beat=9, profile=quorum_records.digest_of(REQUEST.profile))
+    ),
 ]
 
 
@@ -125,7 +128,7 @@ def empty() -> Iterator[Etcd]:
 def policies(empty: Etcd) -> list[Any]:
     return [
         RendezvousPolicy(PREFIX, RoundOptions(30.0, 0.1, True), empty, wall_clock=lambda: 0.0),
-        QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), 5.0, seen=HighestSeen(), wall_clock=lambda: 0.0),
+        QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), seen=HighestSeen(), wall_clock=lambda: 0.0),
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from store_history import Operation, check, check_reads
@@ -43,11 +42,6 @@ def test_an_answered_write_that_etcd_does_not_know() -> None:
     assert check([*HISTORY, extra], STATES).lost == [extra]
 
 
-def test_an_answered_write_that_was_made_twice() -> None:
-    for key, revision, value in (("sum", 11, b"4"), ("log", 11, b"aba"), ("register", 11, b"z")):
-        assert check(HISTORY, {**STATES, key: [*STATES[key], (revision, value)]}).doubled == [(key, revision)]
-
-
 def test_an_unanswered_write_may_be_made_once_or_never_but_not_twice() -> None:
     never = {**STATES, "sum": STATES["sum"][:-1]}
     assert not check(but(10, told=b"2"), never)
@@ -57,28 +51,6 @@ def test_an_unanswered_write_may_be_made_once_or_never_but_not_twice() -> None:
 def test_a_stale_read() -> None:
     stale = but(5, began=LAST + 1, ended=LAST + 2)
     assert check(stale, STATES).out_of_order == [stale[5]]
-
-
-def test_a_read_of_the_future() -> None:
-    early = but(10, began=0, ended=0.5)
-    assert early[6] in check(early, STATES).out_of_order
-
-
-def test_a_read_of_what_never_was() -> None:
-    wrong = but(5, told=b"?")
-    assert check(wrong, STATES).lost == [wrong[5]]
-
-
-def test_a_write_that_took_effect_after_it_was_answered() -> None:
-    late = but(1, began=0, ended=0.1)
-    assert not check(late, STATES)  # nobody saw it missing
-    hasty = but(7, began=0, ended=0.1)
-    assert check(hasty, STATES).out_of_order
-
-
-def test_operations_that_were_not_answered_do_not_end() -> None:
-    assert not HISTORY[4].answered
-    assert HISTORY[4].ended == math.inf
 
 
 ROUNDS = [(3, b"round 1"), (7, b"round 2"), (9, b"round 3")]
@@ -93,15 +65,6 @@ MEETINGS = [
 
 def met(number: int, **changes: object) -> list[Operation]:
     return [replace(one, **changes) if at == number else one for at, one in enumerate(MEETINGS)]  # type: ignore[arg-type]
-
-
-def test_meetings_that_fit() -> None:
-    assert not check_reads(MEETINGS, ROUNDS)
-
-
-def test_a_round_that_was_never_decided() -> None:
-    wrong = met(4, told=b"round 4")
-    assert check_reads(wrong, ROUNDS).lost == [wrong[4]]
 
 
 def test_a_round_that_was_over_before_the_node_asked() -> None:

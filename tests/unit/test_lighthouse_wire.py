@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import builders
 import pytest
 
-from ftcoord.coordination.lighthouse_wire import quorum_response, read_heartbeat, read_quorum_request
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
+from ftcoord.coordination.gateway import quorum_response, read_heartbeat, read_quorum_request
+from ftcoord.core.quorum_records import QuorumSeat
 
 CLIENT = bytes.fromhex("0a1e0a0261611204616464721a0273742007280330013a087b2261223a20317d")
 MANAGER = bytes.fromhex(
@@ -17,9 +18,11 @@ NIGHTLY = b"\x0a\x07\x0a\x01x\x4a\x02h0"
 
 
 def test_requests_are_read_as_they_were_sent() -> None:
-    assert read_quorum_request(CLIENT) == QuorumRequest("aa", "addr", "st", 7, 3, True, '{"a": 1}', 0, ())
-    assert read_quorum_request(MANAGER) == QuorumRequest(
-        "mgr:1", "http://localhost:35283", "store:1", 3, 2, False, "", 4, ()
+    assert read_quorum_request(CLIENT) == builders.request(
+        "aa", address="addr", store_address="st", step=7, world_size=3, shrink_only=True, data='{"a": 1}'
+    )
+    assert read_quorum_request(MANAGER) == builders.request(
+        "mgr:1", address="http://localhost:35283", store_address="store:1", step=3, world_size=2, commit_failures=4
     )
     assert read_quorum_request(BEHIND).step == -7
     assert read_quorum_request(NIGHTLY).handles == ("h0",)
@@ -47,7 +50,7 @@ def test_what_others_could_not_read_is_refused(body: bytes, why: str) -> None:
 def test_a_quorum_is_told_as_it_was_asked() -> None:
     requests = [read_quorum_request(body) for body in (CLIENT, MANAGER, NIGHTLY)]
     seats = tuple(QuorumSeat(f"m{place}", 1, one) for place, one in enumerate(requests))
-    told = quorum_response(QuorumRecord(9, 42, seats, (), 99.5))
+    told = quorum_response(builders.quorum(9, seats, id=42, created=99.5))
     members = b"".join(b"\x12" + body[1:] for body in (CLIENT, MANAGER, NIGHTLY))
     content = b"\x08\x2a" + members + b"\x1a\x08\x08\x63\x10\x80\xca\xb5\xee\x01"
     assert told == b"\x0a" + bytes([len(content)]) + content

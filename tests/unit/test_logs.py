@@ -8,13 +8,15 @@ import subprocess
 import sys
 from datetime import datetime
 
+import builders
 import pytest
 
-from ftcoord.core.rendezvous_records import Round, RoundHead, Seat
+from ftcoord.core.rendezvous_records import RoundHead, Seat
 from ftcoord.errors import ConfigError, EtcdError
+from ftcoord.escaping import SHOWN, named
 from ftcoord.log_once import LogOnce
-from ftcoord.logs import SHOWN, JsonFormatter, TextFormatter, log_change, named, show_log_lines
-from ftcoord.rendezvous.logs import round_line
+from ftcoord.logs import JsonFormatter, TextFormatter, log_change, show_log_lines
+from ftcoord.rendezvous.handler import round_line
 
 log = logging.getLogger("ftcoord.rendezvous.test")
 
@@ -134,11 +136,11 @@ def test_a_line_names_the_first_hosts_only() -> None:
 
 def test_the_line_of_a_round_says_who_decided_it() -> None:
     seats = (Seat("1", "n1", "host1"), Seat("2", "n2", "host2"))
-    small = Round(3, seats, "host1", 1, before="host3 left", by="2")
+    small = builders.round_(3, seats, address="host1", port=1, before="host3 left", by="2")
     assert round_line("a", small, 1) == (
         "run 'a', round 3: this node is rank 1 of 2, on host1, host2, decided by host2; the round before ended:"
         " host3 left"
     )
-    assert "decided by member 9" in round_line("a", Round(3, seats, "host1", 1, by="9"), 0)
+    assert "decided by member 9" in round_line("a", builders.round_(3, seats, address="host1", port=1, by="9"), 0)
     large = RoundHead(3, 2, "roll", 1, "host1", 1, by="2")
     assert "with host1, decided by member 2" in round_line("a", large, 0)

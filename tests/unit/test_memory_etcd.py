@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
-from virtual import (
-    LOST_ANSWER,
-    LOST_REQUEST,
-    NEVER,
-    REFUSED,
-    Call,
-    Fate,
-    MemoryClient,
-    MemoryEtcd,
-    Scheduler,
-    flaky,
-)
+from virtual import LOST_ANSWER, LOST_REQUEST, REFUSED, Call, Fate, MemoryEtcd, Scheduler, flaky
 
 from ftcoord import concurrency
-from ftcoord.errors import (
-    ClientClosed,
-    Compacted,
-    EtcdError,
-    EtcdNoSpace,
-    EtcdUnavailable,
-    LeaseLost,
-    OutcomeUnknown,
-    RequestRefused,
-    Rewound,
-)
-from ftcoord.etcd.api import Batch, Began, Put, Span, TxnResult, WatchItem
+from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, OutcomeUnknown, Rewound
+from ftcoord.etcd.api import Batch, Began, Span, WatchItem
 
-T = TypeVar("T")
 SEEDS = range(20)
 
 
@@ -88,15 +64,6 @@ def test_a_lost_request_and_a_lost_answer_look_alike(world: Scheduler, etcd: Mem
 
 
 @virtual
-def test_a_caller_whose_connection_does_not_break_waits_its_timeout(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client = etcd.client(lambda _call: Fate(answers=NEVER))
-    assert took(lambda: client.put("/key", b"", timeout=7.5), OutcomeUnknown) == pytest.approx(7.5, abs=0.1)
-    assert took(lambda: client.grant(10, timeout=7.5), EtcdUnavailable) == pytest.approx(7.5, abs=0.1)
-    client.fate = lambda _call: Fate(arrives=NEVER, breaks=2)
-    assert took(lambda: client.renew(1, timeout=7.5), EtcdUnavailable) == pytest.approx(2, abs=0.1)
-
-
-@virtual
 def test_a_late_request_takes_effect_after_its_caller_gave_up(world: Scheduler, etcd: MemoryEtcd) -> None:
     client, other = etcd.client(lambda _call: Fate(arrives=10)), etcd.client()
     assert took(lambda: client.put("/key", b"late", timeout=2), OutcomeUnknown) == pytest.approx(2, abs=0.1)
@@ -106,44 +73,6 @@ def test_a_late_request_takes_effect_after_its_caller_gave_up(world: Scheduler, 
     world.sleep(4)
     assert other.get("/key").kvs[0].value == b"late"
     assert other.get("/gone").one is None, "nobody hears that its lease is not known"
-
-
-@virtual
-def test_a_delay_passes_in_both_directions(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client, other = etcd.client(lambda _call: Fate(arrives=1, answers=2)), etcd.client()
-    written: list[TxnResult] = []
-    thread = concurrency.thread(lambda: written.append(client.put("/key", b"")), "writer")
-    thread.start()
-    world.sleep(0.9)
-    assert other.get("/key").one is None
-    world.sleep(0.2)
-    assert other.get("/key").one is not None
-    assert not written
-    thread.join(2)
-    assert written
-
-
-@virtual
-def test_a_fate_is_told_what_it_decides_about(world: Scheduler, etcd: MemoryEtcd) -> None:
-    calls: list[tuple[str, bool]] = []
-
-    def note(call: Call) -> Fate:
-        calls.append((call.method, call.writes))
-        return Fate()
-
-    client = etcd.client(note)
-    lease = client.grant(10).id
-    client.renew(lease)
-    client.put("/key", b"", lease)
-    client.get("/key")
-    client.revoke(lease)
-    assert calls == [
-        ("grant", False),
-        ("renew", False),
-        ("txn", True),
-        ("range", False),
-        ("revoke", False),
-    ]
 
 
 def test_a_seed_draws_the_same_fates_and_each_as_often_as_it_was_said() -> None:
@@ -160,20 +89,6 @@ def test_a_seed_draws_the_same_fates_and_each_as_often_as_it_was_said() -> None:
 
 
 # -- clients that are cut off ---------------------------------------------------------------------------------------
-
-
-@virtual
-def test_calls_of_a_client_that_is_cut_off_wait_for_it_to_come_back(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client, other = etcd.client(), etcd.client()
-    client.cut_off()
-    assert took(lambda: client.get("/key", timeout=3), EtcdUnavailable) == pytest.approx(3, abs=0.1)
-    assert took(lambda: client.put("/key", b"", timeout=3), OutcomeUnknown) == pytest.approx(3, abs=0.1)
-    other.put("/key", b"1")
-    back = concurrency.thread(lambda: (world.sleep(2), client.reconnect()), "back")
-    back.start()
-    before = concurrency.now()
-    assert client.get("/key", timeout=10).kvs[0].version == 1, "what was lost did not happen"
-    assert concurrency.now() - before == pytest.approx(2, abs=0.1)
 
 
 @virtual
@@ -207,43 +122,6 @@ def values(items: list[WatchItem]) -> list[bytes]:
     return [event.kv.value for item in items if isinstance(item, Batch) for event in item.events]
 
 
-@virtual
-def test_a_watch_that_was_interrupted_by_a_compaction_is_over(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client, other = etcd.client(), etcd.client()
-    items: list[WatchItem] = []
-    other.put("/key", b"1")
-    client.watch(Span("/key"), etcd.revision, items.append)
-    world.sleep(1)
-    client.cut_off()
-    for value in (b"2", b"3"):
-        other.put("/key", value)
-    etcd.compact()
-    client.reconnect()
-    world.sleep(1)
-    assert isinstance(items[-1], Compacted)
-    assert items[-1].compact_revision == etcd.revision
-    other.put("/key", b"4")
-    world.sleep(1)
-    assert isinstance(items[-1], Compacted)
-    etcd.compact()
-    with pytest.raises(RequestRefused):
-        etcd.compact()
-
-
-@virtual
-def test_the_changes_that_a_watch_is_to_lose_are_lost(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client, items = etcd.client(), list[WatchItem]()
-    client.watch(Span("/", is_prefix=True), 0, items.append)
-    client.loses = lambda event: event.kv.key == "/lost"
-    client.txn((), (Put("/lost", b"1"), Put("/kept", b"2")))
-    client.put("/lost", b"3")
-    world.sleep(1)
-    client.cut_off()
-    client.reconnect()
-    world.sleep(1)
-    assert values(items) == [b"2"], "not even when the watch goes on"
-
-
 # -- an etcd in trouble ---------------------------------------------------------------------------------------------
 
 
@@ -259,50 +137,6 @@ def test_no_lease_ends_in_an_outage_and_all_begin_again_after_it(world: Schedule
     assert client.get("/key").one is not None
     world.sleep(2)
     assert client.get("/key").one is None
-
-
-@virtual
-def test_who_is_connected_again_reaches_no_etcd_that_is_down(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client, items = etcd.client(), list[WatchItem]()
-    client.watch(Span("/key"), 0, items.append)
-    client.cut_off()
-    with etcd.outage():
-        client.reconnect()
-        late, revision = etcd.client(), etcd.revision
-        late.watch(Span("/key"), 0, items.append)
-        for one in (client, late):
-            assert took(lambda one=one: one.put("/key", b"1", timeout=1), OutcomeUnknown) == pytest.approx(1, abs=0.1)
-        assert etcd.revision == revision
-    world.sleep(1)  # a watch from now on begins when etcd is back
-    etcd.client().put("/key", b"2")
-    world.sleep(1)
-    assert values(items) == [b"2", b"2"]
-
-
-@virtual
-def test_who_is_cut_off_stays_so_when_etcd_comes_back(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client, items = etcd.client(), list[WatchItem]()
-    with etcd.outage():
-        client.cut_off()
-        client.watch(Span("/key"), 0, items.append)
-    etcd.client().put("/key", b"1")
-    assert took(lambda: client.get("/key", timeout=1), EtcdUnavailable) == pytest.approx(1, abs=0.1)
-    assert values(items) == []
-    client.reconnect()
-    world.sleep(1)
-    assert client.get("/key").one is not None
-
-
-@virtual
-def test_a_request_that_is_under_way_when_etcd_goes_down_does_nothing(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client = etcd.client(lambda call: Fate(arrives=1.0))
-    writer = concurrency.thread(lambda: took(lambda: client.put("/key", b"1"), OutcomeUnknown), "writer")
-    writer.start()
-    world.sleep(0.5)
-    with etcd.outage():
-        world.sleep(20)
-    assert not writer.is_alive()
-    assert etcd.client().get("/key").one is None
 
 
 @virtual
@@ -360,71 +194,3 @@ def test_an_etcd_without_space_takes_no_puts_and_grants_no_leases(world: Schedul
     client.revoke(lease)
     etcd.set_no_space(False)
     client.put("/key", b"")
-
-
-@virtual
-def test_an_etcd_without_space_makes_what_it_had_let_in_before_and_refuses_that_too(
-    world: Scheduler, etcd: MemoryEtcd
-) -> None:
-    client = etcd.client()
-    etcd.set_no_space(True, let_in=2)
-    assert client.get("/key").one is None
-    for refused in (lambda: client.put("/key", b"1"), lambda: client.grant(10), lambda: client.put("/key", b"2")):
-        with pytest.raises(EtcdNoSpace, match="re-read before repeating it"):
-            refused()
-    assert client.get("/key").kvs[0].value == b"1"
-    assert len(etcd.leases) == 1
-    etcd.set_no_space(False)
-    assert client.put("/key", b"3").succeeded
-
-
-@virtual
-def test_the_shortest_lease_can_be_set(world: Scheduler, etcd: MemoryEtcd) -> None:
-    with MemoryEtcd(min_ttl=5) as other:
-        assert other.client().grant(1).ttl == 5
-
-
-@virtual
-def test_closing_ends_calls_that_wait(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client = etcd.client()
-    ended: list[EtcdError] = []
-
-    def call(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except EtcdError as error:
-            ended.append(error)
-
-    client.cut_off()
-    slow = etcd.client(lambda _call: Fate(answers=50))
-    works = [lambda: client.get("/key", timeout=60), lambda: slow.put("/key", b"", timeout=60)]
-    threads = [concurrency.thread(call, "caller", work) for work in works]
-    for thread in threads:
-        thread.start()
-    world.sleep(1)
-    before = concurrency.now()
-    for one in (client, slow):
-        one.close()
-    for thread in threads:
-        thread.join()
-    assert concurrency.now() - before < 0.1
-    assert {type(error) for error in ended} == {ClientClosed, OutcomeUnknown}
-    with pytest.raises(ClientClosed):
-        client.watch(Span("/key"), 0, lambda _item: None)
-
-
-# -- with Python's own threads --------------------------------------------------------------------------------------
-
-
-def test_it_runs_with_threads_too_and_leaves_none() -> None:
-    before = set(threading.enumerate())
-    seen = threading.Event()
-    with MemoryEtcd() as etcd:
-        client: MemoryClient = etcd.client(flaky(1, delay=0.001))
-        client.watch(Span("/key"), 0, lambda item: seen.set() if isinstance(item, Batch) else None)
-        client.put("/key", b"", client.grant(2).id)
-        assert seen.wait(60)
-        seen.clear()
-        assert seen.wait(60), "its lease ends"
-        assert client.get("/key").one is None
-    assert not {thread.name for thread in set(threading.enumerate()) - before}

@@ -22,7 +22,7 @@ from ftcoord.metrics import process
 from ftcoord.metrics.exporter import MetricsAddress, port_number, serve_process
 from ftcoord.metrics.process import collect_process
 from ftcoord.operator import metrics as runs
-from ftcoord.operator.told import JobStatus, NextDecision, NodeStatus, QuorumStatus, ReplicaStatus, RoundsStatus
+from ftcoord.operator.report import JobStatus, NextDecision, NodeStatus, QuorumStatus, ReplicaStatus, RoundsStatus
 
 LABELS = {"run", "method", "code", "outcome", "rounds", "quorum", "version", "le"}
 """All that a number may be kept apart by: none of them grows with the members, or the restarts, of a run."""
@@ -118,7 +118,7 @@ def test_a_forked_child_begins_with_nothing() -> None:
 
 def test_prometheus_is_loaded_by_nobody_who_did_not_ask() -> None:
     code = (
-        "import sys, ftcoord.cli, ftcoord.rendezvous.create, ftcoord.coordination\n"
+        "import sys, ftcoord.cli, ftcoord.rendezvous.handler, ftcoord.coordination\n"
         "sys.exit('prometheus_client' in sys.modules)"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOORD_METRICS")}
@@ -154,7 +154,7 @@ def test_a_port_that_kubernetes_set_for_a_service_is_ignored_by_agents(caplog: p
     assert f"FTCOORD_METRICS_PORT={SERVICE_LINK} is ignored: Kubernetes set it" in line
 
 
-@pytest.mark.parametrize("module", ["serving", "paging"])
+@pytest.mark.parametrize("module", ["dashboard_gateway_metrics", "demo_server"])
 def test_ports_that_kubernetes_set_for_services_are_ignored_by_commands(module: str) -> None:
     commands = argparse.ArgumentParser().add_subparsers()
     importlib.import_module(f"ftcoord.commands.{module}").add_commands(commands)
@@ -193,7 +193,7 @@ def test_a_command_prints_what_whoever_reaches_its_address_can_do(
     def full(*_args: object, **_options: object) -> None:
         raise ServerError("of the test: nothing is served")
 
-    for name in ("ftcoord.commands.serving.MetricsServer", "ftcoord.coordination.Gateway"):
+    for name in ("ftcoord.commands.dashboard_gateway_metrics.MetricsServer", "ftcoord.coordination.Gateway"):
         monkeypatch.setattr(name, full)
     monkeypatch.setattr("ftcoord.embedded.server.EtcdServer", full)
     flags = {
@@ -264,8 +264,7 @@ def test_the_numbers_of_a_run_are_those_of_its_status() -> None:
 
 def families() -> list[Metric]:
     """All that there are."""
-    of_etcd = [runs._single(what, 0) for what in runs.ONE_ETCD]
-    return [*collect_process(), *of_etcd, *runs.families_of([])]
+    return [*collect_process(), *(runs._gauge(*what, {}) for what in runs.OF_ETCD), *runs.families_of([])]
 
 
 def names_of(family: Metric) -> set[str]:

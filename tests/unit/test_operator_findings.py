@@ -1,21 +1,19 @@
-"""What the doctor finds, what may be deleted, and whom a name means: from facts in memory."""
+"""What the doctor finds, and whom a name means: from facts in memory."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
+import builders
 import pytest
 
 from ftcoord.core import quorum_records, rendezvous_records
-from ftcoord.core.layout import decided_key, member_id, member_key, quorum_prefix, run_prefix
-from ftcoord.core.quorum_records import QuorumRequest, ReplicaRecord
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest
+from ftcoord.core.layout import member_id, member_key, quorum_prefix, run_prefix
 from ftcoord.etcd.api import KeyValue, MemberStatus
-from ftcoord.operator.findings import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
+from ftcoord.operator.doctor import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
 from ftcoord.operator.job_keys import GroupKeys, JobKeys
-from ftcoord.operator.member_http import quantile_bound
-from ftcoord.operator.naming import members_called, owners
+from ftcoord.operator.orders import members_called, owners
 
 STATUS = MemberStatus("3.6.9", "a", "a", 3, 1000, 1000, 0, False, (), 0.001)
 FACTS = EtcdFacts([EndpointFacts("h1:2379", STATUS)], True, False, False, "/f", [], 0.001, 0.002)
@@ -41,31 +39,6 @@ def endpoint(**fields: float) -> EtcdFacts:
     return replace(FACTS, endpoints=[replace(FACTS.endpoints[0], **fields)])  # type: ignore[arg-type]
 
 
-def test_clocks_are_told_as_they_were_seen() -> None:
-    def clocks(facts: EtcdFacts) -> str:
-        return next(one.found for one in findings(facts).findings if one.about == "clocks")
-
-    assert clocks(FACTS).startswith("not compared")
-    assert "h1:2379 within 3 s" in clocks(endpoint(clock_ahead=1.0))
-    assert clocks(endpoint(clock_ahead=60.0)) == "that of h1:2379 is 60 s ahead of this host's"
-
-
-def test_fsyncs_that_took_longer_than_etcd_counts_are_told_in_words() -> None:
-    (one,) = [one for one in findings(endpoint(fsync_seconds=math.inf)).findings if one.about.startswith("fsync")]
-    assert one.found.startswith("more than 1 of 100 took longer than it counts")
-    assert "inf" not in one.found
-
-
-def test_a_share_of_a_histogram_has_a_bound() -> None:
-    counts = {"0.001": 90, "0.002": 98, "0.004": 99, "+Inf": 100}
-    text = "# TYPE f histogram\n" + "".join(f'f_bucket{{le="{le}"}} {count}\n' for le, count in counts.items())
-    assert quantile_bound(text, "f", 0.9) == 0.001
-    assert quantile_bound(text, "f", 0.99) == 0.004
-    assert quantile_bound(text, "f", 1) == float("inf")
-    assert quantile_bound(text, "g", 0.99) is None
-    assert quantile_bound('f_bucket{le="+Inf"} 0', "f", 0.99) is None
-
-
 def test_nothing_is_wrong_with_a_good_etcd() -> None:
     assert said(FACTS) == {}
     about = {one.about for one in findings(FACTS).findings}
@@ -76,7 +49,7 @@ def test_nothing_is_wrong_with_a_good_etcd() -> None:
     ("facts", "expected"),
     [
         (
-            replace(FACTS, endpoints=[*FACTS.endpoints, EndpointFacts("h2", None, "refused")]),
+            replace(FACTS, endpoints=[*FACTS.endpoints, EndpointFacts("h2", error="refused")]),
             {"endpoint h2": "problem"},
         ),
         (replace(FACTS, alarms=[("a", "CORRUPT")]), {"alarm": "problem"}),
@@ -113,7 +86,7 @@ def test_endpoints_of_two_clusters_are_noticed() -> None:
     assert said(replace(FACTS, endpoints=[*FACTS.endpoints, other])) == {"leader": "problem", "release": "hint"}
 
 
-# -- what may be deleted --------------------------------------------------------------------------------------------
+# -- whom a name means ----------------------------------------------------------------------------------------------
 
 RUN, QUORUM = run_prefix("/f", "job"), quorum_prefix("/f", "job")
 
@@ -122,21 +95,14 @@ def kv(key: str, value: bytes, lease: int = 0) -> KeyValue:
     return KeyValue(key, value, 1, 1, 1, lease)
 
 
-OPEN = kv(decided_key(RUN), rendezvous_records.encode(NO_ROUND))
-OVER = kv(decided_key(RUN), rendezvous_records.encode(replace(NO_ROUND, closed="x", outcome="failed")))
-
-
-# -- whom a name means ----------------------------------------------------------------------------------------------
-
-
 def node(lease: int, name: str, host: str) -> KeyValue:
-    ask = JoinRequest(name, "a", 1, 0, host, "", 1, 2)
+    ask = builders.ask(name, address="a", host=host, nonce="")
     return kv(member_key(RUN, member_id(lease)), rendezvous_records.encode(ask), lease)
 
 
 def replica(lease: int, name: str) -> KeyValue:
-    request = QuorumRequest(name, "a", "b", 0, 1, False, "", 0, ())
-    record = quorum_records.encode(ReplicaRecord(request, 0, 0, 0))
+    request = builders.request(name, address="a", store_address="b")
+    record = quorum_records.encode(builders.replica(request))
     return kv(member_key(QUORUM, member_id(lease)), record, lease)
 
 
@@ -150,7 +116,7 @@ REPLICAS = (
 
 
 def keys(*nodes: KeyValue) -> JobKeys:
-    return JobKeys("job", 5, GroupKeys(RUN, below_members=nodes), GroupKeys(QUORUM, below_members=REPLICAS), 9)
+    return JobKeys("job", 5, GroupKeys(RUN, below_members=nodes), GroupKeys(QUORUM, below_members=REPLICAS), True)
 
 
 TWO = keys(node(1, "n1", "h (pid 7)"), node(2, "n1", "h (pid 7)"), node(3, "n2", "h (pid 8)"))

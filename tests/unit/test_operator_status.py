@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import builders
 import pytest
-from held import TIMER, WORKER, expired_kv, timers_kv
+from held import TIMER, WORKER, timers_kv
 
-from ftcoord.commands.looking import status_lines
 from ftcoord.commands.output import Terminal, to_json
+from ftcoord.commands.status_watch_history_why import status_lines
 from ftcoord.core import death_records, quorum_head, quorum_records, rendezvous_records
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.layout import (
     death_key,
     decided_key,
@@ -25,16 +25,14 @@ from ftcoord.core.layout import (
     roster_key,
     run_prefix,
 )
-from ftcoord.core.quorum import QuorumOptions
-from ftcoord.core.quorum_history import FAILED_COMMITS
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
-from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, chunks_of, head_of, roll_id
-from ftcoord.core.round_situation import RoundOptions
+from ftcoord.core.quorum import FAILED_COMMITS, QuorumOptions
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, WorkerFailure, chunks_of, head_of, roll_id
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.job_keys import GroupKeys, JobKeys, LeaseTime
-from ftcoord.operator.status import Rules, foremost, members_of, tell_job, with_leases
-from ftcoord.operator.summary import tell_line
-from ftcoord.operator.told import JobStatus, QuorumStatus, RoundsStatus, TimerStatus
+from ftcoord.operator.job_keys import GroupKeys, JobKeys
+from ftcoord.operator.reading import with_leases
+from ftcoord.operator.report import JobStatus, QuorumStatus, RoundsStatus, TimerStatus
+from ftcoord.operator.status import Rules, foremost, tell_job, tell_line
 
 RUN = run_prefix("/f", "job")
 QUORUM = quorum_prefix("/f", "job")
@@ -46,7 +44,7 @@ def kv(key: str, value: bytes, revision: int = 1, lease: int = 0) -> KeyValue:
 
 
 def ask(node: str, **fields: Any) -> JoinRequest:
-    return replace(JoinRequest(node, "10.0.0.1", 5, 0, f"host of {node}", "n", 2, 4), **fields)
+    return replace(builders.ask(node, port=5, host=f"host of {node}", limits=(2, 4)), **fields)
 
 
 def member(prefix: str, lease: int, value: bytes) -> KeyValue:
@@ -73,11 +71,22 @@ def rounds(
 
 
 def told_of(rounds: GroupKeys | None = None, quorum: GroupKeys | None = None, rules: Rules | None = None) -> JobStatus:
-    keys = JobKeys("job", 9, rounds or GroupKeys(RUN), quorum or GroupKeys(QUORUM), 5)
-    return with_leases(tell_job(keys, rules or Rules()), {member_id(1): LeaseTime(7, 10)})
+    keys = JobKeys("job", 9, rounds or GroupKeys(RUN), quorum or GroupKeys(QUORUM), True)
+    return with_leases(Leases(), tell_job(keys, rules or Rules()))
 
 
-RUNNING = Round(3, seats("a", "b"), "10.0.0.1", 5, (), 2, 4, ready=True)
+class Leases:
+    """Only that of the first member is there."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
+        self.asked.append(member_id(lease_id))
+        return (7, 10) if lease_id == 1 else (-1, 0)
+
+
+RUNNING = builders.round_(3, seats("a", "b"), port=5, ready=True, limits=(2, 4))
 
 
 def in_round(number: int) -> dict[str, int]:
@@ -114,12 +123,6 @@ def test_a_node_that_is_gone_is_missing_with_its_cause() -> None:
     assert "died of signal 9" in found.next.reason
 
 
-def test_a_lost_node_is_nothing_where_the_users_ignore_it() -> None:
-    rules = Rules(RoundOptions(recall_on_loss=False))
-    found = rounds(RUNNING, nodes(ask("a", **in_round(3))), rules=rules)
-    assert (found.next.decision, [one.node for one in found.missing]) == ("wait", ["b"])
-
-
 def test_a_node_that_is_to_leave_is_draining_until_it_has_left() -> None:
     record = replace(RUNNING, drained=("b",), recalled="host of b was drained")
     found = rounds(record, nodes(ask("a", after=3, seated=3), ask("b", **in_round(3))))
@@ -129,7 +132,7 @@ def test_a_node_that_is_to_leave_is_draining_until_it_has_left() -> None:
 
 
 def timers(*kvs: KeyValue) -> JobStatus:
-    return tell_job(JobKeys("job", 9, GroupKeys(RUN), GroupKeys(QUORUM), 5, kvs), Rules())
+    return tell_job(JobKeys("job", 9, GroupKeys(RUN), GroupKeys(QUORUM), True, kvs), Rules())
 
 
 def test_timers_are_told_as_they_expire() -> None:
@@ -140,19 +143,6 @@ def test_timers_are_told_as_they_expire() -> None:
     assert found.timers[1] == TimerStatus("node7", 7, 3, "step", "running", 5.0, 1004.0)
     assert json.loads(to_json(found))["timers"][1]["standing"] == "running"
     assert found.healthy
-
-
-def test_a_timer_that_expired_is_told_so_until_its_worker_is_gone() -> None:
-    found = timers(timers_kv(RUN, TIMER, replace(TIMER, token=2, slot=1, wall_ms=2_000_000)), expired_kv(RUN))
-    assert [one.standing for one in found.timers] == ["expired", "running"]
-    assert timers(expired_kv(RUN)).timers == ()
-
-
-def test_what_is_no_timer_is_not_counted() -> None:
-    odd = timers_kv(RUN)._replace(value=b"{")
-    found = timers(odd)
-    assert (found.timers, found.healthy) == ((), False)
-    assert [one.key for one in found.unreadable] == [odd.key]
 
 
 def test_a_table_shows_who_holds_which_timer_until_when() -> None:
@@ -175,7 +165,6 @@ def test_a_table_shows_who_holds_which_timer_until_when() -> None:
         ({"after": 3, "seated": 3}, True, "somebody waits", "waiting"),
         (in_round(3), False, "", "seated"),
         ({"after": 2}, False, "", "seating"),
-        ({**in_round(3), "leaving": "SIGTERM"}, True, "", "leaving"),
         ({**in_round(3), "failed": (WorkerFailure(7, fate="exited with code 1"),)}, True, "", "running"),
         ({"after": 2, "seated": 2, "min_nodes": 1}, False, "", "refused"),
     ],
@@ -185,7 +174,7 @@ def test_how_a_node_with_a_seat_stands(fields: dict[str, Any], ready: bool, reca
     found = rounds(record, nodes(ask("a", **fields), ask("b", **in_round(3))))
     one = next(one for one in found.members if one.node == "a")
     assert (one.rank, one.standing) == (0, standing)
-    assert one.said == fields.get("leaving", "worker 7 exited with code 1" if "failed" in fields else "")
+    assert one.said == ("worker 7 exited with code 1" if "failed" in fields else "")
 
 
 def test_a_spare_and_a_node_of_an_older_lease() -> None:
@@ -285,80 +274,22 @@ def test_garbage_is_shown_as_such(value: bytes, place: str) -> None:
     ]
 
 
-def test_a_decided_number_that_no_member_counts_on_from_stops_the_job() -> None:
-    far = kv(decided_key(RUN), rendezvous_records.encode(replace(RUNNING, number=10**18)))
-    rogue = ask("c", after=10**18)
-    found = told_of(GroupKeys(RUN, far, below_members=nodes(ask("a", **in_round(3)), rogue)))
-    assert found.rounds is not None
-    assert (found.rounds.state, [one.key for one in found.unreadable]) == ("unreadable", [far.key])
-    head, roster = quorum_head.encode_quorum(replace(quorum_of("x"), number=10**18))
-    decided = kv(decided_key(QUORUM), head)
-    group = GroupKeys(QUORUM, decided, kv(roster_key(decided.key), roster or b""), {}, (replica(9, "x"),))
-    found = told_of(quorum=group)
-    assert found.quorum is not None
-    assert (found.quorum.state, [one.key for one in found.unreadable]) == ("unreadable", [decided.key])
-    assert told_of(quorum=replace(group, below_members=())).unreadable == ()  # nobody is there to refuse it
-
-
-def test_a_member_that_names_a_number_to_which_nobody_has_counted_counts_for_nothing() -> None:
-    decided = kv(decided_key(RUN), rendezvous_records.encode(RUNNING))
-    rogue = ask("c", after=10**18)
-    found = told_of(GroupKeys(RUN, decided, below_members=nodes(*(ask(one, **in_round(3)) for one in "ab"), rogue)))
-    assert found.rounds is not None
-    assert [one.node for one in found.rounds.members] == ["a", "b"]
-    assert found.rounds.next.decision == "wait"
-    assert [one.key for one in found.unreadable] == [member_key(RUN, member_id(3))]
-    head, roster = quorum_head.encode_quorum(quorum_of("x"))
-    group = GroupKeys(QUORUM, kv(decided_key(QUORUM), head), kv(roster_key(decided_key(QUORUM)), roster or b""))
-    said = replace(quorum_records.parse_replica("k", replica(9, "y", asked=2).value), heard=10**18)
-    liar = member(QUORUM, 9, quorum_records.encode(said))
-    found = told_of(quorum=replace(group, below_members=(replica(1, "x"), liar)))
-    assert found.quorum is not None
-    assert [one.replica_id for one in found.quorum.replicas] == ["x"]
-    assert [one.key for one in found.unreadable] == [liar.key]
-    found = told_of(quorum=GroupKeys(QUORUM, below_members=(replica(1, "x"), liar)))
-    assert [one.key for one in found.unreadable] == [liar.key], "also before the first quorum"
-
-
-@pytest.mark.parametrize("prefix", [RUN, QUORUM])
-def test_a_job_whose_members_died_before_the_first_decision_is_not_healthy(prefix: str) -> None:
-    deaths = [
-        kv(death_key(prefix, member_id(at)), death_records.encode(death_records.Death(f"death {at}", 1)), 9 - at)
-        for at in (1, 2)
-    ]
-    group = GroupKeys(prefix, deaths=tuple(deaths))
-    found = told_of(group) if prefix == RUN else told_of(quorum=group)
-    part = found.rounds or found.quorum
-    assert part is not None
-    assert (found.healthy, part.state) == (False, "empty")
-    assert part.next.reason == "nobody is there; the last member ended before there was a decision: death 1"
-    assert tell_line(found).note == part.next.reason
-
-
-def test_a_key_that_lies_under_another_lease_is_no_member() -> None:
-    odd = kv(member_key(RUN, "nobody"), rendezvous_records.encode(ask("x")), lease=5)
-    found = told_of(GroupKeys(RUN, None, below_members=(odd,)))
-    assert [one.key for one in found.unreadable] == [odd.key]
-    assert found.rounds is not None
-    assert found.rounds.members == ()
-
-
 # -- quorums --------------------------------------------------------------------------------------------------------
 
 
 def request(name: str, step: int = 5) -> QuorumRequest:
-    return QuorumRequest(name, f"{name}:1", f"{name}:2", step, 2, False, "", 0, ())
+    return builders.request(name, address=f"{name}:1", store_address=f"{name}:2", step=step, world_size=2)
 
 
 def replica(lease: int, name: str, asked: int = 1, step: int = 5, min_replicas: int = 1) -> KeyValue:
-    record = ReplicaRecord(request(name, step), asked, 0, 0, min_replicas=min_replicas)
+    record = builders.replica(request(name, step), asked=asked, min_replicas=min_replicas)
     return member(QUORUM, lease, quorum_records.encode(record))
 
 
 def quorum_of(*names: str, steps: Sequence[int] = ()) -> QuorumRecord:
     all_steps = [*steps, *[5] * len(names)]
     found = (QuorumSeat(member_id(9 + at), 1, request(name, all_steps[at])) for at, name in enumerate(names))
-    return QuorumRecord(4, 2, tuple(found), (), 123.5, "me")
+    return builders.quorum(4, tuple(found), id=2, created=123.5, by="me")
 
 
 def quorum(record: QuorumRecord | None, *members: KeyValue, min_replicas: int = 1) -> QuorumStatus:
@@ -423,23 +354,9 @@ def test_of_two_members_with_one_name_the_newer_one_counts() -> None:
     ]
 
 
-def test_a_request_without_a_known_profile_is_unclear() -> None:
-    short = quorum_records.encode(ReplicaRecord(request("z"), 2, 0, 0, "0123456789abcdef"))
-    found = quorum(quorum_of("x"), replica(9, "x"), member(QUORUM, 12, short))
-    assert [(one.replica_id, one.standing) for one in found.replicas] == [("x", "training"), ("z", "unclear")]
-
-
-def test_the_members_of_both_are_told_once() -> None:
-    group = GroupKeys(RUN, below_members=nodes(ask("a"), ask("b")))
-    replicas = GroupKeys(QUORUM, below_members=(replica(9, "x"),))
-    assert members_of(told_of(group)) == [member_id(1), member_id(2)]
-    assert members_of(told_of(quorum=replicas)) == [member_id(9)]
-    assert members_of(told_of(group, replicas)) == [member_id(1), member_id(2), member_id(9)]
-
-
 def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most() -> None:
     many = [ask(f"n{at}", after=0, seated=1) for at in range(60)] + [ask("late")]
-    record = Round(1, seats(*(one.node for one in many[:60])), "10.0.0.1", 5, (), 2, 4, ready=True)
+    record = builders.round_(1, seats(*(one.node for one in many[:60])), port=5, ready=True, limits=(2, 4))
     decided = kv(decided_key(RUN), rendezvous_records.encode(record))
     told = told_of(GroupKeys(RUN, decided, below_members=nodes(*many)))
     assert told.rounds is not None
@@ -448,7 +365,9 @@ def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most
     assert [one.node for one in foremost(told.rounds.members, 3)] == ["late", "n0", "n1"]
     assert [one.node for one in foremost(told.rounds.members, None)] == everybody
     assert [one.node for one in foremost(told.rounds.members, 61)] == everybody
-    assert members_of(told, 3) == [one.member for one in foremost(told.rounds.members, 3)]
+    leases = Leases()
+    with_leases(leases, told, 3)
+    assert leases.asked == [one.member for one in foremost(told.rounds.members, 3)], "a request for each that is shown"
     late = told.rounds.members[-1].standing
     shown = list(status_lines(told, Terminal(colours="never"), 3))
     at = shown.index(f"members (61: 60 running, 1 {late}):")
@@ -456,14 +375,6 @@ def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most
     assert "host of late" in shown[at + 2]
     assert shown[at + 5] == "  ... and 58 more: --all shows them"
     assert "members (61):" in list(status_lines(told, Terminal(colours="never"), None))
-
-
-def test_keys_that_cannot_be_read_are_cut_like_rows() -> None:
-    odd = [kv(member_key(RUN, member_id(1 + at)), b"?", 1 + at, 1 + at) for at in range(9)]
-    told = told_of(GroupKeys(RUN, None, below_members=tuple(odd)))
-    shown = list(status_lines(told, Terminal(colours="never"), 3))
-    assert sum(line.startswith("unreadable: ") for line in shown) == 3
-    assert shown[-1] == "... and 6 more: --all shows them"
 
 
 # -- lists ----------------------------------------------------------------------------------------------------------

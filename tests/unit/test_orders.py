@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import builders
 import pytest
-from members import Door
+from doors import Door
 from virtual import MemoryEtcd
 from virtual.etcd import MemoryClient
 
 from ftcoord.core.layout import decided_key, member_id, member_key, run_prefix
-from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode, parse_decided
+from ftcoord.core.rendezvous_records import Seat, encode, parse_decided
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Etcd, Get, Put, Span, TxnResult
 from ftcoord.operator.orders import NothingThere, close_job, drain
@@ -43,9 +44,9 @@ def etcd() -> Iterator[MemoryClient]:
         for node in "ABC":
             lease = client.grant(60).id
             seats.append(Seat(member_id(lease), node, f"host{node}"))
-            ask = JoinRequest(node, node, 1, 0, f"host{node}", node, 2, 3, seated=1)
+            ask = builders.ask(node, address=node, nonce=node, seated=1, limits=(2, 3))
             client.txn([], [Put(member_key(PREFIX, member_id(lease)), encode(ask), lease)])
-        running = Round(1, tuple(seats), "A", 1, (), 2, 3, ready=True)
+        running = builders.round_(1, tuple(seats), address="A", port=1, ready=True, limits=(2, 3))
         client.txn([], [Put(RECORD, encode(running), client.grant(60).id)])
         yield client
 

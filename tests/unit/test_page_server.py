@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from urllib.request import urlopen
@@ -12,19 +13,13 @@ from urllib.request import urlopen
 import pytest
 import uvicorn
 from helpers import DEADLINE, eventually
+from page_calls import page_of
 
 from ftcoord.config import EtcdConfig
-from ftcoord.dashboard import connections
-from ftcoord.dashboard.serving import Page, PageServer
+from ftcoord.dashboard import app
+from ftcoord.dashboard import server as servers
+from ftcoord.dashboard.server import PageServer
 from ftcoord.errors import ServerError
-from ftcoord.operator.status import Rules
-
-NO_ETCD = "127.0.0.1:1"
-
-
-def page() -> Page:
-    config = EtcdConfig.load(NO_ETCD, env={})
-    return Page(config, "/f", Rules(), ("127.0.0.1", 0), {"version": "1"}, (), "me@here", "")
 
 
 @contextmanager
@@ -54,16 +49,16 @@ ASKED = b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n\r\n"
     "said", [b"", b"G", b"GET / HTTP/1.1\r\n", ASKED + b"G"], ids=["silent", "a byte", "a line", "again"]
 )
 def test_a_connection_on_which_nothing_is_asked_is_ended(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEADERS_TIMEOUT", 0.2)
-    with PageServer(page()) as server, connected(server, said) as one:
+    monkeypatch.setattr(servers, "HEADERS_TIMEOUT", 0.2)
+    with PageServer(page_of()) as server, connected(server, said) as one:
         eventually(lambda: is_ended(one), "the end of the connection")
         assert serves(server)
 
 
 @pytest.mark.parametrize("limit", ["MOST_CONNECTIONS", "MOST_OF_ADDRESS"])
 def test_one_connection_too_many_is_ended_and_takes_nobodys_place(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, limit, 3)
-    with PageServer(page()) as server, ExitStack() as silent:
+    monkeypatch.setattr(servers, limit, 3)
+    with PageServer(page_of()) as server, ExitStack() as silent:
         for _ in range(3):
             silent.enter_context(connected(server))
         with connected(server) as more:
@@ -73,12 +68,32 @@ def test_one_connection_too_many_is_ended_and_takes_nobodys_place(limit: str, mo
 
 
 def test_a_peer_that_asks_and_reads_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "UNREAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(servers, "UNREAD_TIMEOUT", 0.2)
     asked = b"GET /static/page.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with PageServer(page()) as server, connected(server) as one:
+    with PageServer(page_of()) as server, connected(server) as one:
         one.sendall(asked * 1000)  # more than all buffers hold
         eventually(lambda: not server._server.server_state.connections, "its end, though it has read nothing")
         assert serves(server)
+
+
+def test_a_viewer_that_reads_nothing_is_disconnected_and_its_feed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "UNREAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(app, "BEAT", 0.01)
+    monkeypatch.setattr(
+        app, "_event", lambda *_: "data: " + "x" * 1_000_000 + "\n\n"
+    )  # soon more than all buffers hold
+    no_etcd = EtcdConfig.load("127.0.0.1:1", env={}, request_timeout=0.1)
+    with (
+        PageServer(page_of(etcd=no_etcd)) as server,
+        connected(server, b"GET /api/jobs HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    ):
+        eventually(_is_list_read, "the feed of the list")
+        eventually(lambda: not server._server.server_state.connections, "the end of its connection")
+        eventually(lambda: not _is_list_read(), "the end of the feed")
+
+
+def _is_list_read() -> bool:
+    return any(one.name == "ftcoord-job-list" for one in threading.enumerate())
 
 
 def _serves_by_now(server: PageServer) -> bool:
@@ -95,11 +110,11 @@ def test_one_that_cannot_serve_says_so(error: BaseException, monkeypatch: pytest
 
     monkeypatch.setattr(uvicorn.Server, "startup", fail)
     with pytest.raises(ServerError, match=r"the page cannot be served at http://127\.0\.0\.1:\d+: .*(3|open files)"):
-        PageServer(page())
+        PageServer(page_of())
 
 
 def test_one_that_ends_by_itself_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with PageServer(page()) as server:
+    with PageServer(page_of()) as server:
         assert serves(server)
         assert not server.has_failed
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ftcoord import proc
-from ftcoord.coordination import peers
+from ftcoord.coordination.gateway_sessions import connected_peers, ended_peers, parse_peer
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -29,9 +29,9 @@ TABLE_6 = """\
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="the tables are of a little-endian host")
 def test_who_is_connected_with_a_port() -> None:
-    assert list(peers.connected(TABLE, 0x7346)) == [(ip_address("127.0.0.2"), 0xBD8E)]
+    assert list(connected_peers(TABLE, 0x7346)) == [(ip_address("127.0.0.2"), 0xBD8E)]
     six = [(ip_address("127.0.0.6"), 1), (ip_address("2001:db8::1"), 2)]
-    assert list(peers.connected(TABLE_6, 0x7346)) == six
+    assert list(connected_peers(TABLE_6, 0x7346)) == six
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_who_is_connected_with_a_port() -> None:
     ],
 )
 def test_names_of_peers(name: str, peer: tuple[str, int] | None) -> None:
-    assert peers.parse(name) == (peer if peer is None else (ip_address(peer[0]), peer[1]))
+    assert parse_peer(name) == (peer if peer is None else (ip_address(peer[0]), peer[1]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
@@ -61,9 +61,9 @@ def test_a_connection_that_ends_is_seen_at_once(host: str) -> None:
         name = f"ipv6:%5B{host}%5D" if ":" in host else f"ipv4:{host}"
         peer = f"{name}:{caller.getsockname()[1]}"
         with listener.accept()[0]:
-            assert not peers.ended(port, [peer, "unix:"])
+            assert not ended_peers(port, [peer, "unix:"])
             caller.close()
-            assert peers.ended(port, [peer, "unix:"]) == {peer}
+            assert ended_peers(port, [peer, "unix:"]) == {peer}
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_where_nothing_tells_nobody_has_gone(tables: Path) -> None:
-    assert not peers.ended(4711, ["ipv4:127.0.0.1:1"])
+    assert not ended_peers(4711, ["ipv4:127.0.0.1:1"])
 
 
 @pytest.mark.parametrize(("unreadable", "other"), [("tcp", "tcp6"), ("tcp6", "tcp")])
@@ -84,9 +84,9 @@ def test_while_one_table_cannot_be_read_nobody_has_gone(tables: Path, unreadable
         tables / unreadable
     ).mkdir()  # IsADirectoryError stands for EMFILE: either is an OSError that is no lack of the table
     (tables / other).write_text("")
-    assert not peers.ended(4711, ["ipv4:127.0.0.1:1"])
+    assert not ended_peers(4711, ["ipv4:127.0.0.1:1"])
 
 
 def test_one_table_alone_tells_where_the_system_has_no_other(tables: Path) -> None:
     (tables / "tcp").write_text("")
-    assert peers.ended(4711, ["ipv4:127.0.0.1:1"]) == {"ipv4:127.0.0.1:1"}
+    assert ended_peers(4711, ["ipv4:127.0.0.1:1"]) == {"ipv4:127.0.0.1:1"}

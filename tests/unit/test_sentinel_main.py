@@ -12,10 +12,11 @@ from virtual import Scheduler
 
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
-from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost
+from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable
 from ftcoord.etcd.api import Lease, Op
 from ftcoord.primitives import sentinel_main
 from ftcoord.primitives.orphans import GRACE
+from ftcoord.primitives.sentinel import Order, config_raw
 from ftcoord.primitives.sentinel_main import (
     AGAIN_AFTER,
     CALL_TIMEOUT,
@@ -25,7 +26,6 @@ from ftcoord.primitives.sentinel_main import (
     _watch,
     ends_silently,
 )
-from ftcoord.primitives.sentinel_orders import Order, config_raw
 
 TTL = 10.0
 COUNT = 50
@@ -111,33 +111,6 @@ def virtually(scenario: object) -> None:
     Scheduler(0).run(scenario)  # type: ignore[arg-type]
 
 
-def test_it_renews_one_lease_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def play() -> None:
-        with standing_by(monkeypatch, COUNT) as (sentinel, _):
-            began = concurrency.now()
-            for number in range(COUNT):
-                passes(sentinel)
-                assert len(Noting.made.told) == number + 1
-            assert {lease for _, lease in Noting.made.told} == {*range(COUNT)}
-            assert sentinel.next_due() == pytest.approx(began + 2 * TTL * HELP_AFTER, abs=0.1)
-
-    virtually(play)
-
-
-def test_what_was_renewed_before_it_ran_is_due_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes seconds to start on a machine that starves, and its process may be stuck meanwhile."""
-
-    def play() -> None:
-        renewed = concurrency.now()
-        with standing_by(monkeypatch, 0) as (sentinel, _):
-            concurrency.sleep(HELP_AFTER * TTL)
-            sentinel.obey(Order(etcd=0, keep=7, at=renewed, ttl=TTL, deaths="/d", was=(), rests=False))
-            assert sentinel.next_due() == renewed + HELP_AFTER * TTL
-            assert sentinel.time_left() <= TTL - HELP_AFTER * TTL
-
-    virtually(play)
-
-
 def test_an_etcd_that_hangs_takes_it_away_for_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many leases are due. In between it hears orders, and that the process has ended."""
 
@@ -152,25 +125,6 @@ def test_an_etcd_that_hangs_takes_it_away_for_one_call_at_a_time(monkeypatch: py
                 assert sentinel.next_due() == pytest.approx(concurrency.now() + AGAIN_AFTER, abs=0.01)
 
     virtually(play)
-
-
-def test_a_call_may_take_longer_where_the_user_expects_slow_answers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Else no answer of an etcd that is a second away would ever be received. One line names the problem."""
-
-    def play() -> None:
-        with standing_by(monkeypatch, 2, patience=20) as (sentinel, _):
-            Noting.made.problem = EtcdUnavailable("it is far away")
-            passes(sentinel)
-            began = concurrency.now()
-            passes(sentinel)
-            assert concurrency.now() - began == pytest.approx(AGAIN_AFTER + 6, abs=0.01)
-
-    virtually(play)
-    assert [one.getMessage() for one in caplog.records] == [
-        "the sentinel of this process cannot renew its leases: it is far away"
-    ]
 
 
 def test_of_a_process_that_is_stopped_a_lease_is_renewed_once_and_later_not_even_looked_at(
@@ -199,45 +153,6 @@ def test_of_a_process_that_is_stopped_a_lease_is_renewed_once_and_later_not_even
             process.stopped = True
             passes(sentinel)
             assert Noting.made.told == [("renew", 0)] * 3, "another stop"
-
-    virtually(play)
-
-
-def test_of_a_process_that_is_stopped_a_renewal_that_fails_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stopped while etcd elects a leader."""
-
-    def play() -> None:
-        with standing_by(monkeypatch) as (sentinel, process):
-            process.stopped = True
-            Noting.made.problem = EtcdUnavailable("it elects a leader")
-            for _ in range(3):
-                passes(sentinel)
-            Noting.made.problem = None
-            Noting.made.told.clear()
-            while sentinel.next_due() < math.inf:
-                passes(sentinel)
-            assert Noting.made.told == [("renew", 0)]
-
-    virtually(play)
-
-
-def test_a_lease_that_is_lost_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    def play() -> None:
-        with standing_by(monkeypatch) as (sentinel, _):
-            Noting.made.problem = LeaseLost("gone")
-            passes(sentinel)
-            assert sentinel.next_due() == math.inf
-
-    virtually(play)
-
-
-def test_where_etcd_takes_no_cause_leases_are_given_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def play() -> None:
-        with standing_by(monkeypatch, 2) as (sentinel, _):
-            Noting.made.problem = EtcdNoSpace("NOSPACE")
-            sentinel.bury()
-            assert [one for one in Noting.made.told if one[0] == "revoke"] == [("revoke", 0), ("revoke", 1)]
-            assert concurrency.now() < AGAIN_AFTER
 
     virtually(play)
 
@@ -283,26 +198,6 @@ def test_it_tries_to_bury_until_the_leases_have_ended(monkeypatch: pytest.Monkey
     virtually(play)
 
 
-def test_orphans_that_do_not_end_do_not_hold_up_the_leases(
-    monkeypatch: pytest.MonkeyPatch, orphans: list[Stubborn]
-) -> None:
-    """An agent dies together with etcd's leader, and one of its workers ignores SIGTERM."""
-
-    def play() -> None:
-        with standing_by(monkeypatch) as (sentinel, _):
-            sentinel.obey(Order(orphans="mark"))
-            Noting.made.problem = EtcdUnavailable("it elects a leader")
-            revoked: list[float] = []
-            monkeypatch.setattr(Noting, "revoke", lambda *_, **__: revoked.append(concurrency.now()))
-            elected = concurrency.thread(lambda: (concurrency.sleep(2), setattr(Noting.made, "problem", None)), "")
-            elected.start()
-            sentinel.bury()
-            assert revoked == [pytest.approx(2 + AGAIN_AFTER, abs=CALL_TIMEOUT)]
-            assert concurrency.now() >= GRACE
-
-    virtually(play)
-
-
 @pytest.mark.parametrize(
     ("dies_after", "ends", "takes"),
     [
@@ -340,24 +235,5 @@ def test_a_process_that_the_kernel_holds_though_it_is_dead_is_buried_when_it_wou
             assert _watch(process, sentinel)
             assert concurrency.now() == pytest.approx(TTL * HELP_AFTER, abs=0.1)
             assert Noting.made.told == []
-
-    virtually(play)
-
-
-def test_a_ttl_of_months_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though `poll` takes no number of milliseconds that an int of C does not hold."""
-    waited: list[int] = []
-
-    def wait(milliseconds: int) -> list[tuple[int, int]]:
-        waited.append(milliseconds)
-        return [(1, 0)]  # the process has ended
-
-    def play() -> None:
-        with standing_by(monkeypatch, 0) as (sentinel, process):
-            sentinel.obey(Order(etcd=0, keep=0, at=concurrency.now(), ttl=1e7, deaths="/d", was=(), rests=False))
-            waiting = SimpleNamespace(register=lambda *_: None, poll=wait)
-            monkeypatch.setattr(sentinel_main.select, "poll", lambda: waiting)
-            assert _watch(process, sentinel)
-            assert [0 < one < 1 << 31 for one in waited] == [True]
 
     virtually(play)

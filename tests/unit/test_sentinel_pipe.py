@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import signal
 import subprocess
@@ -12,16 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from helpers import open_files
 from virtual import Scheduler
 
 from ftcoord import concurrency
-from ftcoord.primitives.sentinel_pipe import HANGS_AFTER, SentinelPipe
+from ftcoord.primitives.sentinel import HANGS_AFTER, SentinelPipe
 
 TELLS_A_DEAD_ONE = """
 import signal
 from ftcoord import concurrency
-from ftcoord.primitives.sentinel_pipe import SentinelPipe
+from ftcoord.primitives.sentinel import SentinelPipe
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 pipe = SentinelPipe()
 pipe.close_reader()
@@ -81,18 +78,6 @@ def test_one_that_reads_nothing_hangs_though_there_is_room(pipe: SentinelPipe) -
     virtually(play)
 
 
-def test_one_that_is_always_behind_does_not_hang(pipe: SentinelPipe) -> None:
-    """Thousands of leases are told, one after the other."""
-
-    def play() -> None:
-        pipe.tell(SMALL)
-        for _ in range(10):
-            hears_nothing_for(pipe, HANGS_AFTER / 2)
-            os.read(pipe.reader, len(SMALL))
-
-    virtually(play)
-
-
 def test_one_that_was_stopped_together_with_the_process_does_not_hang(pipe: SentinelPipe) -> None:
     def play() -> None:
         pipe.tell(SMALL)
@@ -100,21 +85,6 @@ def test_one_that_was_stopped_together_with_the_process_does_not_hang(pipe: Sent
             concurrency.sleep(2 * HANGS_AFTER)
             pipe.tell(SMALL)  # which it was before this one could be read
             os.read(pipe.reader, 2 * len(SMALL))
-
-    virtually(play)
-
-
-def test_where_the_kernel_does_not_say_what_was_read(pipe: SentinelPipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_arguments: object) -> None:
-        raise OSError(errno.ENOTTY, "not for this kind of file")
-
-    monkeypatch.setattr(fcntl, "ioctl", refuse)
-
-    def play() -> None:
-        hears_nothing_for(pipe, 3 * HANGS_AFTER)
-        pipe.tell(LARGE)
-        with pytest.raises(TimeoutError, match="does not read"):
-            hears_nothing_for(pipe, 3 * HANGS_AFTER)
 
     virtually(play)
 
@@ -137,14 +107,6 @@ def test_a_file_that_got_its_number_is_neither_written_nor_closed(pipe: Sentinel
     os.close(reader)
 
 
-def test_it_leaves_no_file_open() -> None:
-    before = open_files()
-    pipe = SentinelPipe()
-    pipe.close_reader()
-    pipe.close()
-    assert not open_files() - before
-
-
 def test_a_forked_child_does_not_keep_it_open(pipe: SentinelPipe) -> None:
     child = os.fork()
     if child == 0:
@@ -155,18 +117,3 @@ def test_a_forked_child_does_not_keep_it_open(pipe: SentinelPipe) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_a_forked_child_keeps_a_file_that_got_its_number(pipe: SentinelPipe) -> None:
-    """As the log of a daemon that has closed all files."""
-    reader, writer = os.pipe()
-    os.dup2(writer, pipe._ours)
-    child = os.fork()
-    if child == 0:
-        os.write(pipe._ours, b"from the child")
-        os._exit(0)
-    os.waitpid(child, 0)
-    for descriptor in (writer, pipe._ours):
-        os.close(descriptor)
-    assert os.read(reader, 100) == b"from the child"
-    os.close(reader)

@@ -20,9 +20,8 @@ from ftcoord.config import EtcdConfig
 from ftcoord.core.timers import MOST_TIMERS, Timer, Worker, parse_timers
 from ftcoord.errors import ConfigError
 from ftcoord.rendezvous.backend import create_backend
-from ftcoord.timer import client as client_module
-from ftcoord.timer.agent import VARIABLE, describe, inherited
-from ftcoord.timer.ledger import Ledger, holds, this_process
+from ftcoord.timer import VARIABLE, Ledger, describe, holds, inherited, this_process
+from ftcoord.timer import etcd_timer as client_module
 
 NOWHERE = "127.0.0.1:1"
 
@@ -33,7 +32,7 @@ def no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a socket was opened")
 
     monkeypatch.setattr(socket, "socket", refuse)
-    for module in ("ftcoord.etcd.namespace", "ftcoord.timer.agent"):
+    for module in ("ftcoord.etcd.client", "ftcoord.timer"):
         monkeypatch.setattr(f"{module}.SharedClient", refuse)
 
 
@@ -50,7 +49,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ftcoord.timer.EtcdTimerServer(" "), "run="),
     (lambda: ftcoord.timer.EtcdTimerServer("job", max_interval=0), "max_interval=0"),
     (lambda: ftcoord.timer.active(""), "run="),
-    (lambda: ftcoord.timer.on_expired("\udc80", print), "run="),
+    (lambda: ftcoord.timer.active("\udc80"), "run="),
     (lambda: ftcoord.Heartbeat("job", "", 5), "name=''"),
     (lambda: ftcoord.Heartbeat("", "me", 5), "run="),
     (lambda: ftcoord.Heartbeat("job", "me", -1), "ttl=-1"),
@@ -76,12 +75,10 @@ def test_torchs_own_rendezvous_serves_no_timers() -> None:
 def test_wrong_types() -> None:
     with pytest.raises(TypeError, match="JSON"):
         ftcoord.Heartbeat("job", "me", 5, object())
-    with pytest.raises(TypeError, match="callback"):
-        ftcoord.timer.on_expired("job", "print")  # type: ignore[arg-type]
 
 
 def test_a_heartbeat_is_a_context_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcoord.etcd.namespace.SharedClient", lambda config: None)
+    monkeypatch.setattr("ftcoord.etcd.client.SharedClient", lambda config: None)
     with pytest.raises(RuntimeError, match="with Heartbeat"):
         ftcoord.Heartbeat("job", "me", 5).update(1)
 
@@ -109,7 +106,7 @@ class Key:
 def timers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[client_module.EtcdTimerClient, Key]]:
     key = Key()
     monkeypatch.setattr(client_module, "LeasedKey", lambda *_, **__: key)
-    monkeypatch.setattr("ftcoord.etcd.namespace.SharedClient", lambda config: EtcdNowhere())
+    monkeypatch.setattr("ftcoord.etcd.client.SharedClient", lambda config: EtcdNowhere())
     client = ftcoord.timer.EtcdTimerClient("job", NOWHERE)
     yield client, key
     client.close()
@@ -200,7 +197,7 @@ def test_the_ledger_shows_at_once_what_this_very_process_holds() -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[EtcdConfig]:
     """The configurations that clients were made with."""
     configs: list[EtcdConfig] = []
-    monkeypatch.setattr("ftcoord.timer.agent.SharedClient", configs.append)
+    monkeypatch.setattr("ftcoord.timer.SharedClient", configs.append)
     return configs
 
 
@@ -236,6 +233,6 @@ def test_an_embedded_etcd_has_nothing_of_the_environments(told: list[EtcdConfig]
 def test_a_worker_that_nobody_told() -> None:
     with pytest.raises(ConfigError, match="timers=1"):
         inherited({})
-    for text in ("{", "[]", "{}", '{"prefix": "/p", "endpoints": "h", "more": 1}'):
+    for text in ("{", "[]", "{}", '{"prefix": "/p", "endpoints": ["h"]}'):
         with pytest.raises(ConfigError, match=VARIABLE):
             inherited({VARIABLE: text})

@@ -17,8 +17,8 @@ from virtual import MemoryEtcd
 from ftcoord import proc
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.core.timers import Timer, Worker
-from ftcoord.timer import server as server_module
-from ftcoord.timer.server import TIMER_RETRY_PAUSE, EtcdTimerServer
+from ftcoord.timer import etcd_timer as server_module
+from ftcoord.timer.etcd_timer import EtcdTimerServer
 
 
 class Host:
@@ -117,19 +117,3 @@ def test_no_timer_ends_the_process_of_its_server(host: Host, monkeypatch: pytest
     host.now = 102.0
     host.turns_until(lambda: killed)
     assert killed == [8]
-
-
-def test_a_turn_that_fails_is_followed_by_a_pause(
-    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("a bug of a subclass")
-
-    monkeypatch.setattr(host.server, "register_timers", fail)
-    waited: list[float] = []
-    monkeypatch.setattr(host.server._stopping, "wait", waited.append)
-    for _ in range(3):
-        host.server._turn()
-    assert waited == [TIMER_RETRY_PAUSE] * 3
-    errors = [one for one in caplog.records if "a turn of the timer server failed" in one.message and one.levelno == 40]
-    assert len(errors) == 1

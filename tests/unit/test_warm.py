@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import crashes
 import pytest
 import warm
-from helpers import DEADLINE, eventually
+from helpers import DEADLINE
 
 from ftcoord.primitives.orphans import environment_of
 
@@ -40,65 +35,6 @@ def test_it_is_what_its_command_says(tmp_path: Path) -> None:
             assert not {"prometheus_client", "pytest", "helpers", "warm"} & set(told["modules"])
 
 
-def test_the_interpreter_has_its_options() -> None:
-    tell = "import sys; print(sys.flags.dev_mode, sys.warnoptions, sys.argv)"
-    for run in (partial(warm.run, torch=False), cold):
-        done = run("-X", "dev", "-W", "ignore", "-c", tell)
-        assert done.stdout == "True ['default', 'ignore'] ['-c']\n", done.stderr
-
-
-END = """
-import atexit, ctypes, os, signal, sys
-atexit.register(print, 'the end')
-class Last:
-    def __del__(self):
-        ctypes.CDLL(None).puts(b"of all")  # Python's own output has ended
-last = Last()
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "said"),
-    [
-        ("pass", 0, "the end\nof all\n"),
-        ("sys.exit(3)", 3, "the end\nof all\n"),
-        ("1/0", 1, "the end\nof all\n"),
-        ("raise KeyboardInterrupt", -signal.SIGINT, "the end\nof all\n"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
-    ],
-)
-def test_it_ends_as_a_python_does(how: str, code: int, said: str) -> None:
-    """Whether torch is loaded or not; also its globals end, and what C has buffered is written."""
-    for run in (warm.run, partial(warm.run, torch=False), cold):
-        done = run("-c", END + how)
-        assert (done.returncode, done.stdout) == (code, said), done.stderr
-
-
-def cold(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-
-
-WAITS = "import sys; print('ready', flush=True); sys.stdin.read()"
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_its_pid_is_its_own_until_it_is_waited_for(number: int) -> None:
-    with warm.python("-c", WAITS) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        assert process.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.01)
-        os.kill(process.pid, number)
-        eventually(lambda: state(process.pid) == "Z", "it ends")
-        assert process.wait(DEADLINE) == -number == process.poll()
-        eventually(lambda: not Path(f"/proc/{process.pid}").exists(), "it is gone")
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 @pytest.mark.parametrize("look", [lambda process: process.wait(), lambda process: process.communicate()])
 def test_a_crash_of_it_is_noticed(look: Callable[[warm.Popen], object]) -> None:
     crash = "import os, resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()"
@@ -106,11 +42,6 @@ def test_a_crash_of_it_is_noticed(look: Callable[[warm.Popen], object]) -> None:
         look(process)
     (said,) = crashes.crashed()
     assert said.endswith("ended by SIGABRT")
-
-
-def test_what_torch_reads_while_it_is_loaded_starts_cold() -> None:
-    with pytest.raises(AssertionError, match="start it cold"):
-        warm.run("-c", "", env={"LOGLEVEL": "INFO"})
 
 
 def test_workers_are_children_of_their_agent_with_an_environment_of_their_own(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -66,15 +64,6 @@ def watched(proc: Proc, fields: Sequence[str] | None, born: int = 100, **status:
     return WatchedProcess(os.getppid(), None)
 
 
-@pytest.mark.parametrize(
-    ("fields", "is_being_started"),
-    [(stat("R"), True), (stat("Z"), False), (stat("R", environment=140721663183115), False), (None, False)],
-)
-def test_one_that_has_no_environment_yet(proc: Proc, fields: Sequence[str] | None, is_being_started: bool) -> None:
-    proc.tell(os.getppid(), fields)
-    assert reader.is_being_started(os.getppid()) is is_being_started
-
-
 @pytest.mark.parametrize("state", "RSD")
 def test_one_that_runs(proc: Proc, state: str) -> None:
     process = watched(proc, stat(state))
@@ -131,14 +120,6 @@ def test_one_whose_first_thread_has_ended_lives(proc: Proc) -> None:
     assert not process.is_ending()
 
 
-def test_one_whose_first_thread_must_end_for_another_program_lives(proc: Proc) -> None:
-    """Another thread starts one, and ends all others."""
-    process = watched(proc, stat("S"), SigPnd=KILLED)
-    proc.tell_of_thread(os.getppid(), 1, stat("R"))
-    assert not process.is_ending()
-    assert process.status() is None
-
-
 def test_one_that_was_sent_another_signal_lives(proc: Proc) -> None:
     blocked = f"{1 << signal.SIGTERM - 1:016x}"
     assert not watched(proc, stat("S"), SigPnd=blocked, ShdPnd=blocked, CoreDumping="0").is_ending()
@@ -151,14 +132,6 @@ def test_of_a_younger_process_with_its_number_nothing_is_believed(proc: Proc) ->
     assert not process.is_ending()
     same_tick = watched(proc, stat("Z", started=100, exit_status=9))
     assert same_tick.status() == 9
-
-
-def test_a_real_process_that_is_younger_is_not_taken_for_the_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as younger:
-        process = WatchedProcess(younger.pid, None)
-        assert not process.runs()
-        assert process.has_ended()
-        assert process.status() is None
 
 
 class Group:

@@ -14,20 +14,7 @@ from typing import Final, TypeVar
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, OutcomeUnknown
-from ftcoord.etcd.api import (
-    Compare,
-    Delete,
-    Event,
-    Get,
-    Lease,
-    Op,
-    Put,
-    RangeResult,
-    Span,
-    TxnResult,
-    Watch,
-    WatchItem,
-)
+from ftcoord.etcd.api import Compare, Etcd, Event, Get, Lease, Op, RangeResult, Span, TxnResult, Watch, WatchItem
 from virtual.backend import Backend, NotServed, Snapshot
 from virtual.fate import DELIVERED, NEVER, Call, Fate, Method
 from virtual.keyspace import Transaction
@@ -149,7 +136,7 @@ class MemoryEtcd:
         self.close()
 
 
-class MemoryClient:
+class MemoryClient(Etcd):
     """A client of a `MemoryEtcd`. Implements `ftcoord.etcd.api.Etcd`; thread-safe.
 
     It makes no call twice: what its fate is, the caller sees. While it is cut off calls wait for it to be reconnected,
@@ -201,18 +188,6 @@ class MemoryClient:
         return self._watches.add(span, start_revision, deliver, deletes_only)
 
     # -- as EtcdClient has them ---------------------------------------------------------------------------------------
-
-    def get(self, key: str, *, timeout: float | None = None) -> RangeResult:
-        """Read one key; `.one` of the result is its KeyValue or None."""
-        return self.range(Get(Span(key)), timeout=timeout)
-
-    def put(self, key: str, value: bytes, lease: int = 0, *, timeout: float | None = None) -> TxnResult:
-        """Write one key. Raises OutcomeUnknown when the answer was lost."""
-        return self.txn((), (Put(key, value, lease),), timeout=timeout)
-
-    def delete(self, span: Span, *, timeout: float | None = None) -> int:
-        """Delete a span; the number of keys that were deleted. Raises OutcomeUnknown when the answer was lost."""
-        return self.txn((), (Delete(span),), timeout=timeout).deleted(0)
 
     def compact(self, revision: int) -> None:
         """Forget the history before `revision`. Repeating it is an error of etcd's, raised as RequestRefused."""

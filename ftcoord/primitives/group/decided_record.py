@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.layout import Span, decided_key, era_key, record_span, roster_key
 from ftcoord.core.verdict import Publish
-from ftcoord.errors import StateError
+from ftcoord.errors import ClientClosed, EtcdError, StateError
 from ftcoord.etcd.api import (
     Compare,
     Delete,
@@ -25,10 +26,12 @@ from ftcoord.etcd.api import (
     unchanged,
 )
 from ftcoord.etcd.retry import UNANSWERED, retry
-from ftcoord.primitives.group.event_log import EventLog
+from ftcoord.primitives.group.events import EventLog, written_with
 from ftcoord.primitives.mirror import Mirror, Posted
-from ftcoord.primitives.renewal import KeptLease
+from ftcoord.primitives.session import KeptLease
 from ftcoord.primitives.write_once import WriteOutcome, after_put, write_attempt_timeout, write_once, write_timeout
+
+log = logging.getLogger(__name__)
 
 Listener: TypeAlias = Callable[[KeyValue | None, KeyValue | None], None]
 MOST_OPERATIONS: Final = 128
@@ -57,7 +60,7 @@ class DecidedRecord:
         listener: called with each new value and its roster, and with None after a deletion. Raises StateError when it
             cannot read them.
         has_roster: whether the record has a roster.
-        history: takes the events of decisions; None for no history.
+        writer: the name of this member, in the keys of events.
     """
 
     def __init__(
@@ -68,13 +71,15 @@ class DecidedRecord:
         post: Callable[[Mirror, Posted], None],
         listener: Listener,
         *,
+        writer: str,
         has_roster: bool = False,
-        history: EventLog | None = None,
     ) -> None:
-        self._etcd, self._ttl, self._history = etcd, ttl, history
+        self._etcd, self._prefix, self._ttl = etcd, prefix, ttl  # never change
+        self._events = EventLog(etcd, prefix, writer)
         self._roster_key = roster_key(decided_key(prefix)) if has_roster else None
         self._era_key = era_key(prefix) if has_roster else None
-        self.mirror = Mirror(etcd, record_span(prefix) if has_roster else Span(decided_key(prefix)), post)
+        self.mirror = Mirror(etcd, record_span(prefix), post)
+        """Of the office too: one watch, and one read, deliver both."""
         self._kept: KeptLease | None = None
         """The record's lease, while this member decides."""
         self.known: KeyValue | None = None
@@ -166,9 +171,9 @@ class DecidedRecord:
             guards.append(Compare(record.key, "value", "=", current.value))
         also: list[Op] = [*puts, *(Delete(span) for span in decision.deletes)]
         beside = [Put(key, value, lease) for key, value in decision.beside]
-        history = self._history.writes(decision.events, self.mirror.revision) if self._history else []
-        sized = [record, *puts, *(op for op in history if isinstance(op, Put))]
-        operations = 1 + len(also) + len(history)
+        events = self._events.ops(decision.events, lease, self.mirror.revision)
+        sized = [record, *puts, *(op for op in events if isinstance(op, Put))]
+        operations = 1 + len(also) + len(events)
         if beside and not _fits(operations + len(beside), [*sized, *beside]):
             refused = self._write_before(
                 beside, [unchanged(record.key, current.mod_revision if current else 0), *guards]
@@ -179,33 +184,32 @@ class DecidedRecord:
             # All of it is deleted together, so a decision that arrives late never names what is gone.
             guards, beside = [*guards, exists(beside[0].key)], []
         if not _fits(operations, sized):
-            history = []
+            events = []
 
         def write(more: Sequence[Op]) -> WriteOutcome:
             return write_once(self._etcd, record, current, guards=guards, also=[*also, *beside, *more])
 
-        outcome = self._history.send(history, decision.events, write) if self._history else write(())
+        outcome = written_with(events, write, self._prefix)
         self._learn(outcome, puts)
         return outcome.done
 
-    def note(self, events: Sequence[HistoryEvent], guards: Sequence[Compare] | None) -> None:
-        """Add events to the history without a decision, if the guards hold; None adds them with the next decision.
-        Raises ClientClosed."""
-        if self._history is not None and guards is None:
-            self._history.owe(events)
-        elif self._history is not None and guards is not None:
-            self._history.add(events, guards, self.mirror.revision)
-
-    def rest(self) -> None:
-        """Stop keeping the leases: this member no longer decides. Idempotent."""
-        self.drop_lease()
-        if self._history is not None:
-            self._history.drop()
+    def note(self, events: Sequence[HistoryEvent], guards: Sequence[Compare]) -> None:
+        """Add events to the history without a decision, if there is a record and the guards hold. Nothing depends on
+        it, so no problem is raised but that the client is closed."""
+        record = self.mirror.one
+        if record is None:
+            return
+        try:
+            self._etcd.txn(guards, self._events.ops(events, record.lease, self.mirror.revision))
+        except ClientClosed:
+            raise
+        except EtcdError as error:
+            log.debug("events below %s are not in the history: %s", record.key, error)
 
     def close(self) -> None:
-        """Stop watching, and stop keeping the leases. Idempotent."""
+        """Stop watching, and stop keeping the lease. Idempotent."""
         self.mirror.close()
-        self.rest()
+        self.drop_lease()
 
     # -- what lies beside ---------------------------------------------------------------------------------------
 
@@ -267,7 +271,7 @@ class DecidedRecord:
     def _learn(self, outcome: WriteOutcome, puts: Sequence[Put]) -> None:
         """Take over what a transaction wrote, or found under the key. The watch will not repeat it."""
         kv = outcome.kv
-        if self._roster_key is not None and not outcome.done:  # what it found is only the half of it
+        if not outcome.done:  # what it found is only a part of it
             self.mirror.adopt(self._etcd.range(Get(self.mirror.span)))
             self.tell()
             return

@@ -6,15 +6,15 @@ import logging
 from typing import Final
 
 from ftcoord import concurrency
+from ftcoord.concurrency import STEP_RETRY_PAUSE
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.escaping import neutral
-from ftcoord.etcd.api import KeyValue, exists, unchanged
+from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.decided_record import DecidedRecord
 from ftcoord.primitives.group.member_key import MemberKey
 from ftcoord.primitives.group.members_view import MembersView
+from ftcoord.primitives.group.office import Office
 from ftcoord.primitives.group.policy import Policy, View
-from ftcoord.primitives.group.succession import Succession
-from ftcoord.primitives.step_thread import STEP_RETRY_PAUSE
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Decider:
         policy: says what to decide.
         member_key: this member's key.
         record: where decisions are published.
-        succession: is told of each decision, and when there is none to make.
+        office: the right to decide.
         members: what the policy sees of them.
     """
 
@@ -62,11 +62,11 @@ class Decider:
         policy: Policy,
         member_key: MemberKey,
         record: DecidedRecord,
-        succession: Succession,
+        office: Office,
         members: MembersView,
     ) -> None:
         self._prefix, self._policy = prefix, policy  # these never change
-        self._member_key, self._record, self._succession, self._members = member_key, record, succession, members
+        self._member_key, self._record, self._office, self._members = member_key, record, office, members
         self.calm_until = 0.0
         """Until then the group only takes in what happens."""
         self.reason = ""
@@ -83,10 +83,9 @@ class Decider:
         self._record.check_readable()
         basis = self._basis()
         if self._last.holds(basis):
-            return self._succession.rest(self._last.until)
+            return self._last.until
         in_order = self._members.in_order()
-        mine = self._members.get(self._member_key.key)
-        if mine is None:
+        if self._members.get(self._member_key.key) is None:
             self._member_key.doubted = True  # the next step puts it back, if it is gone
             return concurrency.now() + STEP_RETRY_PAUSE
         verdict = self._policy.decide(self._view(in_order), self._member_key.id, concurrency.now())
@@ -95,22 +94,19 @@ class Decider:
             self.reason = verdict.reason
             self.say(_with_rule(verdict))
             if verdict.events:
-                self._record.note(verdict.events, (exists(self._member_key.key),))
+                self._record.note(verdict.events, (self._office.guard,))
             self._last.rest(basis, verdict.until)
-            return self._succession.rest(verdict.until)
-        before, stood = self._record.known, self._record.mirror.one
-        if not self._publish(verdict, mine):
-            if self._record.known != before:
-                self._succession.was_overtaken()
+            return verdict.until
+        stood = self._record.mirror.one
+        if not self._publish(verdict):
             if self._record.mirror.one != stood:  # it may be that of a restored etcd, whose members are others
                 self._members.doubt()
             return concurrency.now() + STEP_RETRY_PAUSE
         self.reason = ""
-        self._succession.has_decided()
         if not (verdict.nothing_follows and self._record.mirror.synced):
             return concurrency.now()  # and look what follows
         self._last.rest(self._basis(), None)
-        return self._succession.rest(None)
+        return None
 
     def _basis(self) -> tuple[object, ...]:
         """All that a verdict rests on, but for the time."""
@@ -134,13 +130,10 @@ class Decider:
             record.has_era,
         )
 
-    def _publish(self, decision: Publish[bytes], mine: KeyValue) -> bool:
-        """`mine` is this member's key as the decision knows it, and must still be so.
-
-        Who lost its membership decides nothing. And after others have decided, the record may be as it was: somebody
-        deletes it, or restores etcd from a backup. A decision that was sent before must not count then.
-        """
-        done = self._record.publish(decision, (unchanged(mine.key, mine.mod_revision),))
+    def _publish(self, decision: Publish[bytes]) -> bool:
+        """T3. Who lost the office decides nothing, so what a decider read when it took the office is the last word of
+        all deciders before it."""
+        done = self._record.publish(decision, (self._office.guard,))
         self.say(f"{'decided' if done else 'somebody else decided before'}: {_with_rule(decision)}")
         return done
 

@@ -4,13 +4,14 @@
     <prefix>/decided              under a lease that the decider keeps: what was decided last
     <prefix>/decided/roster       under the same lease, in some uses: the part of it that seldom changes
 
-The oldest live member (lowest create revision) is the decider: it mirrors the members, asks its policy what to
-decide, and publishes that in a transaction guarded by `decided`'s revision and by its own membership. All others
-watch `decided` and the member ahead of them, so a change costs O(1) events per member. Two deciders at once are
-harmless: one transaction wins. So the decider is no leader, and needs no election.
+    <prefix>/decider              under a lease of its own: who decides
+
+The member that holds the office (`decider`) mirrors the members, asks its policy what to decide, and publishes that in
+a transaction guarded by the revisions of `decided` and of `decider`. All others watch these two keys, so a change costs
+O(1) events per member.
 
 One thread per group runs `_step` until there is nothing left to do. A step only compares what should be (mirrors in
-sync, a predecessor watched or the role taken, a decision published) with what is, so it may fail and be repeated
+sync, the office filled, a decision published) with what is, so it may fail and be repeated
 anywhere.
 """
 
@@ -20,25 +21,23 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.core.event_records import HistoryEvent
+from ftcoord.concurrency import STEP_RETRY_PAUSE
 from ftcoord.core.layout import members_span
 from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, StateError
-from ftcoord.etcd.api import Began, Etcd, Get, KeyValue, exists
+from ftcoord.etcd.api import Began, Etcd, Get, KeyValue, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.decided_record import DecidedRecord, Listener
 from ftcoord.primitives.group.decider import Decider
-from ftcoord.primitives.group.event_log import EventLog
 from ftcoord.primitives.group.member_key import MemberKey, MemberLost
 from ftcoord.primitives.group.members_view import MembersView
+from ftcoord.primitives.group.office import Office
 from ftcoord.primitives.group.policy import Policy
-from ftcoord.primitives.group.succession import Judged, Succession
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.step_thread import STEP_RETRY_PAUSE
 from ftcoord.primitives.write_once import WriteOutcome
 
 log = logging.getLogger(__name__)
@@ -67,8 +66,8 @@ class Group:
             replaces or deletes the key. A deletion is reported as None.
         failed: called with the error, on the group's thread, when that thread ends by one. This member is deaf then, so
             its session must end.
+        rank: returns this member's place in the last record; None without one.
         has_roster: whether the decided record has a second key, see `Use.has_roster`. The listener gets that too.
-        history_ttl: seconds that the history of decisions outlives the last decider; 0 for a group without one.
     """
 
     def __init__(
@@ -81,25 +80,22 @@ class Group:
         listener: Listener,
         *,
         failed: Callable[[BaseException], None] = lambda error: None,
+        rank: Callable[[], int | None] = lambda: None,
         has_roster: bool = False,
-        history_ttl: int = 0,
     ) -> None:
         members = members_span(prefix)
         self._failed = failed  # never changes
         self._member_key = MemberKey(etcd, prefix, session)  # has a lock of its own
         self._inbox: concurrency.Queue[Task] = concurrency.inbox()
         # Only the thread, once it runs; before, the thread that enters:
-        history = EventLog(etcd, prefix, history_ttl, self._member_key.id) if history_ttl else None
         self._record = DecidedRecord(
-            etcd, prefix, record_ttl, self._post, listener, has_roster=has_roster, history=history
+            etcd, prefix, record_ttl, self._post, listener, writer=self._member_key.id, has_roster=has_roster
         )
-        self._succession = Succession(etcd, prefix, self._member_key, self._post)
         self._members = MembersView(etcd, members, self._post)
-        self._decider = Decider(prefix, policy, self._member_key, self._record, self._succession, self._members)
-        self.place = 0  # the thread that enters, once; read anywhere
-        """Its place in line when it joined, or behind it: how many have joined, itself included, while there was always
-        one whose predecessor in line lived. Those that have left meanwhile are counted too, since etcd would need
-        longer to count the others, the more there are."""
+        self._office = Office(
+            etcd, prefix, self._member_key.id, ttl=math.ceil(session.ttl), record=self._record.mirror, rank=rank
+        )
+        self._decider = Decider(prefix, policy, self._member_key, self._record, self._office, self._members)
         self._session = session
         self._check_at = math.inf
         """When to compare the copies with etcd next, unless a decision comes before; never before this member joined.
@@ -145,32 +141,19 @@ class Group:
         """Why nothing is decided, as far as this member knows; empty after a decision."""
         return self._decider.reason
 
-    def take_over(self, judged: Judged) -> None:
-        """Decide too, though an older member lives, until there is nothing to decide: that one may be stuck. Harmless.
-
-        `judged` is then called, on the group's thread, with the time at which something may be due, None if only an
-        event can make it so. It must not block. It is not called after `step_back()`.
-        """
-        self._inbox.put(lambda: self._succession.take_over(judged))
-
-    def step_back(self) -> None:
-        """Nobody waits for `judged` any longer: leave the decision to older members, unless this one did decide.
-
-        Idempotent."""
-        self._inbox.put(self._succession.step_back)
-
     def prepare(self, timeout: float) -> None:
         """Begin the watch that `enter()` needs, in `timeout` seconds. Raises EtcdError, and may then be repeated."""
         self._record.mirror.begin(timeout)
 
-    def enter(self, value: bytes, within: TimeLimit) -> None:
-        """Join, or change what this member asks for. `value` must be unlike all that it asked before.
+    def enter(self, value: bytes, within: TimeLimit, also: Sequence[Put] = ()) -> None:
+        """Join, or change what this member asks for, and write `also` with it. `value` must be unlike all that it asked
+        before.
 
         Raises LeaseLost when the session is over, and EtcdError when etcd cannot be reached; it may then be repeated.
         """
         if not self.entered:
             self.prepare(within.left())
-        outcome = self._member_key.put(value, within, (Get(self._record.mirror.span),))
+        outcome = self._member_key.put(value, within, (Get(self._record.mirror.span),), also)
         if outcome.reads:
             try:
                 self._begin(outcome)
@@ -182,10 +165,15 @@ class Group:
         """Have this member's key put back if it is gone, though its lease is not."""
         self._inbox.put(self._doubt_key)
 
-    def note(self, event: HistoryEvent) -> None:
-        """Have an event that is no decision in the history: the decider writes it at once, and any other member with
-        the first of its own decisions."""
-        self._inbox.put(lambda: self._note(event))
+    def introduce(self) -> None:
+        """Have the sentinel know of this member, and of the office if it holds it, now."""
+        self._session.introduce()
+        self._inbox.put(self._office.introduce)
+
+    def await_end(self, timeout: float) -> None:
+        """Wait until the thread has ended after `close()`, and has given the office up; at most `timeout` seconds."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
 
     def close(self) -> None:
         """Stop taking part, without waiting for a call under way. The member's key stays until the session ends."""
@@ -200,17 +188,10 @@ class Group:
         self._inbox.put(lambda: self._apply(mirror, posted))
 
     def _begin(self, outcome: WriteOutcome) -> None:
-        tail, decided = outcome.reads
-        self.place = 1 + (tail.one.version if tail.one else 0)
-        self._record.mirror.adopt(decided)
+        self._record.mirror.adopt(outcome.reads[0])
         self._record.tell()
-        self._succession.begin(tail)
         self._put_off_check()
         self._thread.start()
-
-    def _note(self, event: HistoryEvent) -> None:
-        guards = (exists(self._member_key.key),) if self._succession.is_first else None
-        self._record.note([event], guards)
 
     def _doubt_key(self) -> None:
         self._member_key.doubted = True
@@ -230,8 +211,8 @@ class Group:
                     log.exception("member %s leaves %s: its thread failed", self.id, self._record.mirror.span.start)
                 self._failed(failure)
             self._record.close()
-            self._succession.close()
             self._members.close()
+            self._office.give_up()
 
     def _run_until_closed(self) -> None:
         until: float | None = concurrency.now()
@@ -271,7 +252,6 @@ class Group:
         changes = mirror.apply(posted)
         if mirror is self._record.mirror:
             if changes:  # what this member decides itself is known before its watch tells
-                self._succession.was_overtaken()
                 self._put_off_check()
             self._record.tell()
             if (
@@ -279,12 +259,11 @@ class Group:
             ):  # interrupted: etcd may have lost this member's key
                 self._member_key.doubted = True
 
-    def _step(self) -> float | None:
-        """Bring what is nearer to what should be; when to look again, None: when something comes in."""
+    def _step(self) -> float:
+        """Bring what is nearer to what should be; when to look again, unless something comes in."""
         if self._check_at <= concurrency.now():
             self._look_for_missed()  # first: a record that cannot be read may be one of which a change was missed
-        until = self._go_on()
-        return self._check_at if until is None else min(self._check_at, until)
+        return min(self._check_at, self._go_on())
 
     def _look_for_missed(self) -> None:
         """Have all be read again of which a watch has missed a change. Raises EtcdError: then the next step asks."""
@@ -297,7 +276,7 @@ class Group:
         """The record's watch works: it has just delivered something; or the copies were compared."""
         self._check_at = concurrency.now() + self._session.ttl * random.uniform(*CHECK_AFTER)
 
-    def _go_on(self) -> float | None:
+    def _go_on(self) -> float:
         if not self._record.mirror.synced:
             before = self._record.mirror.kvs
             self._record.mirror.sync()
@@ -307,26 +286,22 @@ class Group:
         if self._member_key.doubted:
             self._member_key.restore()
             self._member_key.doubted = False
-        self._see_who_decides()
-        if self._members.mirror is not None:
-            self._members.sync()
+        until = self._office.step(tries=self._record.mirror.synced and not self._session.rests)
+        self._record.tell()  # what it read when it took the office
+        if not self._office.is_held:
+            if self._members.mirror is not None:
+                self._members.close()
+                self._record.drop_lease()
+            return until
+        if self._members.mirror is None:
+            self._decider.say("decides from now on")
+        self._members.open()
+        self._members.sync()
         if not (self._members.synced and self._record.mirror.synced):
-            return self._succession.looks_at()  # what is missing is on its way to the inbox
-        if self._succession.is_first:  # who only looks has no request more than that
-            self._record.keep_lease()
-        return self._decider.decide()
-
-    def _see_who_decides(self) -> None:
-        self._succession.look()
-        if self._succession.decides:
-            if self._members.mirror is None:
-                self._decider.say("decides from now on")
-                if self._succession.before is not None:
-                    self._members.note_departed(self._succession.before)
-            self._members.open()
-        elif self._members.mirror is not None:
-            self._members.close()
-            self._record.rest()
+            return until  # what is missing is on its way to the inbox
+        self._record.keep_lease()
+        due = self._decider.decide()
+        return until if due is None else min(until, due)
 
 
 def _wake() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ftcoord import concurrency
-from ftcoord.core.layout import member_id, member_key, tail_key
+from ftcoord.core.layout import member_id, member_key
 from ftcoord.errors import EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span, is_member
 from ftcoord.etcd.retry import TimeLimit
@@ -33,7 +33,6 @@ class MemberKey:
     def __init__(self, etcd: Etcd, prefix: str, session: Session) -> None:
         self.id = member_id(session.lease_id)
         self.key = member_key(prefix, self.id)
-        self._tail_key = tail_key(prefix)
         self._etcd, self._session = etcd, session
         self._writing = concurrency.lock("MemberKey._writing")
         """Held during a write, so that the next one knows what it replaces."""
@@ -44,22 +43,21 @@ class MemberKey:
         self.doubted = False  # only the group's thread
         """Whether etcd may have lost it: `restore` then checks."""
 
-    def put(self, value: bytes, within: TimeLimit, first_reads: Sequence[Get]) -> WriteOutcome:
-        """Write a value unlike all earlier ones.
+    def put(
+        self, value: bytes, within: TimeLimit, first_reads: Sequence[Get], also: Sequence[Put] = ()
+    ) -> WriteOutcome:
+        """Write a value unlike all earlier ones, and `also` in the same transaction.
 
-        The first time, this member becomes the tail, and the outcome's reads are the tail that it found and then the
-        `first_reads`; later there are none. Raises LeaseLost, and EtcdError.
+        The first time the outcome has the `first_reads`; later there are none. Raises LeaseLost, and EtcdError.
         """
         put = Put(self.key, value, self._session.lease_id)
         with self._turn(within):
             self._sent = value
-            joins = self.kv is None
-            before, reads = ((Get(Span(self._tail_key)),), first_reads) if joins else ((), ())
-            also = (Put(self._tail_key, self.id.encode(), put.lease),) if joins else ()
-            outcome = write_once(self._etcd, put, self.kv, also=also, before=before, reads=reads, timeout=within.left())
+            reads = first_reads if self.kv is None else ()
+            outcome = write_once(self._etcd, put, self.kv, also=also, reads=reads, timeout=within.left())
             if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
                 # Ours after all: an earlier call's, whose outcome was unknown.
-                outcome = write_once(self._etcd, put, outcome.kv, before=before, reads=reads, timeout=within.left())
+                outcome = write_once(self._etcd, put, outcome.kv, also=also, reads=reads, timeout=within.left())
             if not outcome.done:
                 raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
             self.kv = outcome.kv

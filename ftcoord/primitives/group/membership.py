@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.core.event_records import HistoryEvent
-from ftcoord.core.lease import TRUST_FOR, SessionState
+from ftcoord.core.lease import SessionState
 from ftcoord.errors import (
     ClientClosed,
     EtcdError,
@@ -22,7 +20,7 @@ from ftcoord.errors import (
     ThreadFailed,
     ThreadNotStarted,
 )
-from ftcoord.etcd.api import Etcd, KeyValue
+from ftcoord.etcd.api import Etcd, KeyValue, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.member_key import MemberLost
@@ -37,11 +35,9 @@ A = TypeVar("A")
 
 TAKE_BACK_TIMEOUT: Final = 0.5
 """Seconds that taking back a request, or a lease that is of no use any more, may take. Nothing depends on either."""
-MOURNED_AS: Final = 20
+BURIED_AS: Final = 20
 """Incarnations under whose ids the cause of a death is written, the last ones: others may know it by the seat that it
 took as one of them."""
-SHORTEST_OUTAGE: Final = 1.0
-"""Seconds without an answer, after a lease is no longer trusted, from which on the history tells of it."""
 
 
 class Membership(Generic[R]):
@@ -58,12 +54,12 @@ class Membership(Generic[R]):
         ttl: the lease's TTL, in seconds.
         record_ttl: seconds that the decided record outlives the last decider.
         within: how long taking the lease and beginning the watch may take.
-        has_roster, history_ttl: see `Group`.
+        rank: returns this member's place in a record; None without one.
+        has_roster: see `Group`.
         dies_with_process: see `ParticipantOptions`.
         was: the ids of the participant's earlier incarnations; see `Session`.
-        lost: called when etcd says that the lease is lost, on the keep-alive thread; must not block. Not called for a
+        lost: called when the lease is lost, on the keep-alive thread or the group's; must not block. Not called for a
             lease that is lost before this object is made.
-        name: what the history calls this member.
 
     Raises EtcdError when it gets no lease or no watch, and ThreadNotStarted when no thread can renew the lease.
     """
@@ -79,12 +75,11 @@ class Membership(Generic[R]):
         ttl: int,
         record_ttl: int,
         within: TimeLimit,
+        rank: Callable[[R | None], int | None] = lambda record: None,
         has_roster: bool = False,
-        history_ttl: int = 0,
         dies_with_process: bool = True,
         was: Sequence[str] = (),
         lost: Callable[[], object] = lambda: None,
-        name: str = "",
     ) -> None:
         self.record: R | None = None
         """The last decided record that could be read."""
@@ -95,8 +90,7 @@ class Membership(Generic[R]):
         """The error that ended the group's thread, and this membership with it."""
         self.lost = False
         self._etcd, self._parse, self._changed = etcd, parse, changed  # never change
-        self._on_lost, self._name, self._ttl = lost, name, ttl  # never change
-        self._suspended_at = math.inf  # only the keep-alive thread
+        self._on_lost = lost  # never changes
         self._has_group = False  # guarded by _changed
         """Whether changes of the session's state can be acted on."""
         deaths = prefix if dies_with_process else None
@@ -109,8 +103,8 @@ class Membership(Generic[R]):
             record_ttl,
             self._on_decided,
             failed=self._on_failure,
+            rank=lambda: rank(self.record),
             has_roster=has_roster,
-            history_ttl=history_ttl,
         )
         self.id = self.group.id
         self._heed_session()
@@ -140,14 +134,14 @@ class Membership(Generic[R]):
         """Whether it has a key in the group."""
         return self.group.entered
 
-    def enter(self, value: bytes, within: TimeLimit) -> None:
-        """Join, or ask for something else.
+    def enter(self, value: bytes, within: TimeLimit, also: Sequence[Put] = ()) -> None:
+        """Join, or ask for something else, and write `also` in the same transaction.
 
         Raises EtcdError; after LeaseLost, make a new membership. The same applies after ThreadNotStarted: its key is
         withdrawn, since nobody would do a member's work.
         """
         try:
-            self.group.enter(value, within)
+            self.group.enter(value, within, also)
         except LeaseLost:
             self.orphan()
             raise
@@ -172,6 +166,7 @@ class Membership(Generic[R]):
             if self.lost and self.session.state is not SessionState.LOST:  # the session is an orphan, it closes nothing
                 self._etcd.revoke(self.session.lease_id, timeout=timeout)
             self.session.close(timeout)
+            self.group.await_end(timeout)
         except (EtcdError, ForkedProcessError) as error:
             log.debug("the lease was not revoked, it expires by itself: %s", error)
 
@@ -193,6 +188,8 @@ class Membership(Generic[R]):
                 self.failure = ThreadFailed("takes part in a group", error)
             self.lost = True
             self._changed.notify_all()
+        if isinstance(error, MemberLost):
+            self._on_lost()
 
     def _heed_session(self) -> None:
         """Act on the session's state from now on. A lease that is already lost was lost while this process was
@@ -207,7 +204,6 @@ class Membership(Generic[R]):
             if not self._has_group:
                 return
         if state is SessionState.SUSPENDED:
-            self._suspended_at = concurrency.now()
             log.warning(
                 "etcd has not renewed the lease of %s in time: training goes on, and the next round or quorum waits for"
                 " etcd; if this lasts, see `ftcoord doctor`",
@@ -215,19 +211,9 @@ class Membership(Generic[R]):
             )
         elif state is SessionState.CONNECTED:
             log.warning("etcd renews the lease of %s again", self.group.key)
-            self._note_outage(concurrency.now() - self._suspended_at)
         if state is SessionState.LOST:
             self.orphan()
             self._on_lost()
-
-    def _note_outage(self, seconds: float) -> None:
-        """Have the history tell of it, unless this process was stopped: then etcd answers at once."""
-        if seconds < SHORTEST_OUTAGE:
-            return
-        lasted = f"{seconds + self._ttl * TRUST_FOR:.0f} s"
-        wall_ms = int(concurrency.wall() * 1000)
-        reason = f"etcd did not answer {self._name} for {lasted}"
-        self.group.note(HistoryEvent("outage", 0, self._name, reason=reason, by=self.id, wall_ms=wall_ms))
 
     def _on_decided(self, kv: KeyValue | None, roster: KeyValue | None) -> None:
         try:
@@ -262,8 +248,6 @@ class ParticipantOptions:
         keeps_lease: whether the lease is renewed also while nobody asks. If not, each call shows that the member lives.
         dies_with_process: whether the sentinel gives the lease up, and says why, when this process dies. If not, the
             lease ends by time: for who takes part for others, that live on.
-        history_ttl: how long the history of decisions outlives the last decider; 0 for none.
-        name: what the history calls this participant.
     """
 
     lease_ttl: int
@@ -272,8 +256,6 @@ class ParticipantOptions:
     renews: bool = True
     keeps_lease: bool = True
     dies_with_process: bool = True
-    history_ttl: int = 0
-    name: str = ""
 
 
 class Incarnations(Generic[R, A]):
@@ -377,7 +359,7 @@ class Incarnations(Generic[R, A]):
     def _new(self, within: TimeLimit) -> Membership[R]:
         use, options = self._use, self._options
         with self._changed:
-            was = tuple(self.ids[-MOURNED_AS:])
+            was = tuple(self.ids[-BURIED_AS:])
         member = Membership(
             self._etcd,
             use.prefix,
@@ -387,12 +369,11 @@ class Incarnations(Generic[R, A]):
             ttl=options.lease_ttl,
             record_ttl=options.record_ttl,
             within=within,
+            rank=self._rank,
             has_roster=use.has_roster,
-            history_ttl=options.history_ttl,
             dies_with_process=options.dies_with_process,
             was=was,
             lost=self._lost,
-            name=options.name,
         )
         with self._changed:
             stopped = self.stopped
@@ -403,6 +384,10 @@ class Incarnations(Generic[R, A]):
             self._give_up(member, within)
             self.check_stopped()
         return member
+
+    def _rank(self, record: R | None) -> int | None:
+        """The place of the present member, or of an earlier one, in a record."""
+        return None if record is None else self._use.rank(record, self.ids)
 
     def _note_failure(self, member: Membership[R]) -> None:
         """A call under way hears of it, though another thread has this member replaced before that call looks."""

@@ -11,15 +11,21 @@ from functools import partial
 from typing import Final, Generic, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.core.outlook import Next, Outlook, Standing
+from ftcoord.core.death_records import Death, encode
+from ftcoord.core.layout import death_key
+from ftcoord.core.verdict import Next, Outlook, Standing
 from ftcoord.errors import EtcdError, LeaseLost, StateError
-from ftcoord.etcd.api import Etcd, Get, KeyValue, Span
-from ftcoord.etcd.reading import SnapshotReader, read_snapshot
+from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, SnapshotReader, Span, read_snapshot
 from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
 from ftcoord.logs import ending
-from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Incarnations, Membership, ParticipantOptions
+from ftcoord.primitives.group.membership import (
+    BURIED_AS,
+    TAKE_BACK_TIMEOUT,
+    Incarnations,
+    Membership,
+    ParticipantOptions,
+)
 from ftcoord.primitives.group.pace import Look, Pace
-from ftcoord.primitives.group.succession import Judged
 from ftcoord.primitives.group.use import Use
 
 log = logging.getLogger(__name__)
@@ -49,7 +55,7 @@ class Participant(Generic[R, A]):
         use: what the group is about.
         options: how it behaves.
         changed: notified whenever there may be news; a new condition, if None.
-        lost: called when etcd says that a lease of its is lost, on the keep-alive thread; must not block.
+        lost: called when a lease of its is lost, on the keep-alive thread or a group's; must not block.
     """
 
     def __init__(
@@ -143,27 +149,35 @@ class Participant(Generic[R, A]):
         through a new one has not been given what the old one was. Raises as `say` does."""
         self._follow(ask, pace.deadline, pace.gone)
 
-    def withdraw(
-        self, ask: A, timeout: float = TAKE_BACK_TIMEOUT, *, for_all: bool = False, until: float = math.inf
-    ) -> bool:
-        """Write `ask`, which asks for nothing: unless another call still asks, or `for_all` of them.
+    def withdraw(self, ask: A, timeout: float = TAKE_BACK_TIMEOUT) -> None:
+        """Write `ask`, which asks for nothing, unless another call still asks.
 
         A member that is not known to have joined is left instead: if its join was made and not answered, its key asks.
 
-        Takes `timeout` seconds, but not beyond the monotonic time `until`. Does not raise if etcd is away. Returns
-        whether it is known to be written.
+        Takes at most `timeout` seconds. Does not raise if etcd is away.
         """
-        member, within = self.member, TimeLimit(timeout, until)
+        self._take_back(ask, TimeLimit.of(timeout), None)
+
+    def farewell(self, ask: A, death: Death, within: TimeLimit) -> bool:
+        """Write `ask`, which asks for nothing, and why this participant is about to leave (T7), for all members that it
+        was. Whoever sees it gone reads that. Does not raise if etcd is away. Returns whether it is known to be
+        written."""
+        return self._take_back(ask, within, death)
+
+    def _take_back(self, ask: A, within: TimeLimit, death: Death | None) -> bool:
+        member = self.member
         if member is None or member.lost or not self._writing.acquire(timeout=within.left()):
             return False
         try:
-            if self._incarnations.are_asking and not for_all:
+            if self._incarnations.are_asking and death is None:
                 return False
             if not member.entered:
                 self.leave(within.left())
                 return False
             self._said = self._use.stamp(ask)
-            member.enter(self._use.encode(self._said), within)
+            lease, value = member.record_lease, encode(death) if death is not None else b""
+            keys = [death_key(self._use.prefix, one) for one in self.ids[-BURIED_AS:]] if death and lease else []
+            member.enter(self._use.encode(self._said), within, [Put(key, value, lease) for key in keys])
             return True
         except EtcdError as error:
             log.info("what member %s asked was not taken back: %s", member.id, error)
@@ -198,18 +212,6 @@ class Participant(Generic[R, A]):
         """Why nothing is decided, as the last look of this member has shown; empty if that is not known."""
         member = self.member
         return member.group.reason if member is not None else ""
-
-    def take_over(self, judged: Judged) -> None:
-        """Decide too, though an older member lives, until there is nothing to decide; see `Group.take_over`."""
-        member = self.member
-        if member is not None:
-            member.group.take_over(judged)
-
-    def step_back(self) -> None:
-        """Leave the decision to older members again; see `Group.step_back`. Idempotent."""
-        member = self.member
-        if member is not None:
-            member.group.step_back()
 
     # -- ending -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import abc
 from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
 
-from ftcoord.core.outlook import Outlook
+from ftcoord.core.verdict import Outlook
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import Policy
 
@@ -63,6 +63,11 @@ class Use(abc.ABC, Generic[R, A]):
         """Called when the last call has ended, for whatever reason: the last ask needs no answer any more. Must not
         block."""
         return
+
+    def rank(self, record: R, me: Sequence[str]) -> int | None:
+        """The place in a record of a participant that was these members; None without one, or if that is not known.
+        Those with a place take a free office first, in this order."""
+        return None
 
     @abc.abstractmethod
     def outlook(self, record: R | None, me: Sequence[str], ask: A) -> Outlook[A]:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer
-from ftcoord.coordination.rank_group import RankGroup
+from ftcoord.coordination.ranks import RankGroup
 from ftcoord.primitives.sentinel import Sentinel
 
 CONNECT = timedelta(seconds=60)

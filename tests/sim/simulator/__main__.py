@@ -11,9 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
-from simulator.exporting import export
 from simulator.history import Report, play
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
 from simulator.shrinking import shrink
@@ -47,7 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--first", type=int, default=0, help="the first one")
     run.add_argument("--processes", type=int, default=2)
     run.add_argument("--profile", choices=PROFILES)
-    run.add_argument("--export", type=Path, metavar="DIR", help="where to write each history, for `python -m judge`")
     run.set_defaults(work=_run)
     for name, work, text in (
         ("show", _show, "play one seed, and show all that happens in it"),
@@ -70,20 +67,16 @@ def _plan(options: argparse.Namespace) -> Plan:
     return plan.without(*[one for one in plan.faults if one not in left])
 
 
-def _play(task: tuple[int, str | None, Path | None]) -> Report:
-    seed, profile, directory = task
+def _play(task: tuple[int, str | None]) -> Report:
+    seed, profile = task
     report = play(plan_of(seed, profile))
-    if directory is not None:
-        export(report, directory)
     if not report.failed:
         report.forget()
     return report
 
 
 def _reports(options: argparse.Namespace) -> Iterator[Report]:
-    if options.export is not None:
-        options.export.mkdir(parents=True, exist_ok=True)
-    tasks = [(seed, options.profile, options.export) for seed in range(options.first, options.first + options.seeds)]
+    tasks = [(seed, options.profile) for seed in range(options.first, options.first + options.seeds)]
     if options.processes == 1:
         yield from map(_play, tasks)
         return

@@ -13,11 +13,10 @@ from typing import Any, Final
 from virtual.backend import Snapshot
 
 from ftcoord import errors as ftcoord_errors
-from ftcoord.core.event_records import WorkerFailure
-from ftcoord.core.layout import decided_key, member_id, member_key, members_span, roster_key, tail_key
-from ftcoord.core.rendezvous_records import JoinRequest, parse_join_request
+from ftcoord.core.layout import KEY_PREFIX, decided_key, decider_key, member_id, member_key, members_span, roster_key
+from ftcoord.core.rendezvous_records import JoinRequest, WorkerFailure, parse_join_request
 from ftcoord.etcd.api import Get, Put, Span
-from ftcoord.operator.acting import drain_nodes
+from ftcoord.operator.orders import drain
 from simulator.oracles import GARBAGE, is_member_key, require
 from simulator.plan import PlannedFault
 from simulator.roles import ROLES, Agent
@@ -191,9 +190,9 @@ class Faults:
             return ""
         leaver = draw.choice(asks)
         with contextlib.suppress(ftcoord_errors.EtcdNoSpace, ftcoord_errors.StateError):
-            leavers = [one for one in asks if one.node == leaver.node]
-            if not drain_nodes(self._world.observer, RUN, lambda: leavers, "was drained", "somebody", CALL_TIMEOUT):
-                return f"{leaver.host} is drained"
+            to = self._world.observer, KEY_PREFIX, "run", leaver.node
+            done = drain(*to, reason="was drained", by="somebody", timeout=CALL_TIMEOUT, force=True)
+            return f"{leaver.host} is drained" if done.did else ""
         return ""
 
     # -- the network --------------------------------------------------------------------------------------------------
@@ -352,7 +351,7 @@ class Faults:
         leases = [lease for lease, owner in self._world.owners.items() if owner is (decider or owner)]
         member = member_key(prefix, member_id(leases[-1]) if leases else "0123456789abcdef")
         decided = decided_key(prefix)
-        keys = [decided, member, member, member_key(prefix, "stranger"), tail_key(prefix)]
+        keys = [decided, member, member, member_key(prefix, "stranger"), decider_key(prefix)]
         if may_be_roster and prefix == self._world.job.prefix:
             keys += [roster_key(decided), roster_key(decided)]
         return draw.choice(keys)

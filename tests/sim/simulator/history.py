@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from store_history import Operation
 from virtual import MemoryEtcd, Scheduler, Stuck
 
 from ftcoord import concurrency
@@ -59,10 +58,6 @@ class Report:
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
-    operations: list[Operation] = field(default_factory=list)
-    joins: list[Operation] = field(default_factory=list)
-    """What clients of the store, and agents, asked and were told."""
-
     by_oracle: bool = False
     """Whether an oracle objects, or nobody could go on; else something was raised."""
 
@@ -73,7 +68,6 @@ class Report:
     def forget(self) -> None:
         """All that happened, but for what is counted: it would cost more to send to another process than to make."""
         self.trace.clear()
-        self.operations, self.joins = [], []
 
 
 class _Errors(logging.Handler):
@@ -107,7 +101,6 @@ def play(plan: Plan) -> Report:
                 stubs.enter_context(world.copies.noted())
                 faults = Faults(world, etcd.snapshot())
                 report.faults, report.counts = faults.injected, world.oracles.counts
-                report.operations, report.joins = world.oracles.operations, world.oracles.joins
                 try:
                     _play(world, faults)
                 except Violation as violation:  # at once: else the end of this etcd would be what is told of

@@ -12,7 +12,7 @@ from torch.distributed.elastic.timer import api
 
 from ftcoord import concurrency
 from ftcoord.core.timers import Timer, Worker
-from ftcoord.timer import client, server
+from ftcoord.timer import etcd_timer
 from simulator.stubs import replacing
 
 if TYPE_CHECKING:
@@ -51,15 +51,13 @@ class Kernel:
         """All of this in place of the real one, and of what torch starts a thread with."""
         world, draw = self._world, random.Random(f"tokens {self._world.plan.seed}")
         with replacing() as put:
-            put(client, "os", SimpleNamespace(getpid=lambda: self._pid(world.asking)))
-            put(client, "secrets", SimpleNamespace(randbits=draw.getrandbits))
-            put(client, "Ledger", self._new_ledger)
-            put(client, "this_process", self._describe)
-            for module in (client, server):
-                put(module, "host_id", lambda: HOST)
-            put(server, "os", SimpleNamespace(getpid=lambda: self._pid(world.asking)))
-            put(server, "holds", self._holds)
-            put(server, "send_if", self._send_if)
+            put(etcd_timer, "os", SimpleNamespace(getpid=lambda: self._pid(world.asking)))
+            put(etcd_timer, "secrets", SimpleNamespace(randbits=draw.getrandbits))
+            put(etcd_timer, "Ledger", self._new_ledger)
+            put(etcd_timer, "this_process", self._describe)
+            put(etcd_timer, "host_id", lambda: HOST)
+            put(etcd_timer, "holds", self._holds)
+            put(etcd_timer, "send_if", self._send_if)
             put(api, "threading", SimpleNamespace(Thread=_watchdog))
             yield
 

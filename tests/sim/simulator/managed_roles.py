@@ -12,11 +12,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.coordination import managed_group, ranks
-from ftcoord.coordination.managed_group import GroupIdentity, ManagedGroup
+from ftcoord.coordination import manager, ranks
+from ftcoord.coordination.manager import GroupIdentity, ManagedGroup
 from ftcoord.coordination.manager_client import ManagerClient
-from ftcoord.coordination.rank_group import RankGroup
-from ftcoord.coordination.ranks import RankRequest
+from ftcoord.coordination.ranks import RankGroup, RankRequest
 from ftcoord.core.quorum_records import QuorumRecord
 from simulator.oracles import require
 from simulator.role import RESTART_PAUSE, Hold, Role
@@ -64,15 +63,15 @@ def managers_installed(world: World) -> Iterator[None]:
     numbers = iter(range(30_000, 60_000))
     with replacing() as put:
         put(ranks, "Future", TaskFuture)
-        put(managed_group, "RankPort", PortStub)
-        put(managed_group, "listen", lambda _bind: SimpleNamespace(getsockname=lambda: ("", next(numbers))))
-        put(managed_group, "own_place", lambda *_: ("", "localhost"))
-        put(managed_group, "parse_address", lambda *_: None)
-        put(managed_group, "token_hex", lambda size: "0" * 2 * size)  # a history depends on its seed only
-        put(managed_group, "stop_listening", lambda _listener: None)
-        put(managed_group, "show_if_asked", lambda: None)
-        put(managed_group, "serve_process", lambda _address: None)
-        put(managed_group, "connect", lambda *_: (world.job, Hold(world.asking.client)))
+        put(manager, "RankPort", PortStub)
+        put(manager, "listen", lambda _bind: SimpleNamespace(getsockname=lambda: ("", next(numbers))))
+        put(manager, "own_place", lambda *_: ("", "localhost"))
+        put(manager, "parse_address", lambda *_: None)
+        put(manager, "token_hex", lambda size: "0" * 2 * size)  # a history depends on its seed only
+        put(manager, "stop_listening", lambda _listener: None)
+        put(manager, "show_if_asked", lambda: None)
+        put(manager, "serve_process", lambda _address: None)
+        put(manager, "connect", lambda *_: (world.job, Hold(world.asking.client)))
         yield
 
 

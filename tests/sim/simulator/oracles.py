@@ -12,8 +12,10 @@ import store_history
 from store_history import Operation
 
 from ftcoord.coordination.address import Job
+from ftcoord.core.death_records import parse_death
 from ftcoord.core.layout import (
     decided_key,
+    decider_key,
     member_key,
     member_of,
     members_span,
@@ -24,6 +26,7 @@ from ftcoord.core.layout import (
     run_prefix,
     store_values_span,
 )
+from ftcoord.core.office import parse_office
 from ftcoord.core.quorum_head import parse_quorum
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_replica
 from ftcoord.core.rendezvous_records import AnyRound, Round, RoundHead, parse_decided
@@ -291,17 +294,10 @@ class QuorumOracle:
         self._profiles.update(new.profiles)
 
         under = self._views_under[_which(old)] if old is not None and self._was_restored else []
-        mine = views[-1 - len(with_)].get(new.by)  # before this transaction
-
-        def may_be_known(view: Mapping[str, Member]) -> bool:
-            """Whether its decider may know no more than that: a decision needs its decider's key as it knows it. One
-            that also writes that key needs it as it was written last, which its view need not show yet."""
-            seen = view.get(new.by)
-            return new.by in with_ or (seen is not None and mine is not None and seen.wrote == mine.wrote)
 
         def allowed() -> Iterator[frozenset[str] | None]:
             """Of the newest view first, for mostly it is the one."""
-            for view in reversed((*views, *filter(may_be_known, (*lost_views, *under)))):
+            for view in reversed((*views, *lost_views, *under)):
                 for seen in (view | own, view) if own else (view,):
                     if (decider := seen.get(new.by)) is not None:  # it counts from when it asked itself
                         seen = {**seen, new.by: replace(decider, since=min(decider.since, its_ask))}
@@ -413,8 +409,6 @@ class Oracles:
         self.timers = TimersHeld()
         self.calls: list[tuple[str, RankCalls]] = []
         """What the ranks of each manager called for, and its process."""
-        self.joins: list[Operation] = []
-        """What agents asked and were told of rounds: for `exporting`, other oracles judge them."""
         self.kvs: dict[str, KeyValue] = {}
         self._store: dict[str, list[tuple[int, bytes | None]]] = {}
         self._fences = rounds_span(RUN)
@@ -509,7 +503,8 @@ class Oracles:
             self._store.setdefault(kv.key, []).append((kv.mod_revision, value))
         elif "/deaths/" in kv.key and event.kind == "put":
             member = member_of(kv.key)
-            require("who is said to be dead is dead", self.is_dead(member), f"{kv.key}: {self.owner(member)} lives")
+            may_be = self.is_dead(member) or parse_death(kv.key, kv.value).left
+            require("who is said to be dead is dead", may_be, f"{kv.key}: {self.owner(member)} lives")
 
     def _judge_fences(self, event: Event) -> None:
         if event.kind == "put":
@@ -525,8 +520,9 @@ class Oracles:
             return
         by = json.loads(kv.value)["by"].partition(" ")[0]
         if owner := self.owner(by):  # else it was an operator, who drains a node
-            is_member = member_key(self._groups[kv.key], by) in self.kvs
-            require("S1 who decides is a member", is_member, f"{by} of {owner} decides {kv.key}")
+            office = self.kvs.get(decider_key(self._groups[kv.key]))
+            holder = parse_office(office.key, office.value).member if office is not None else ""
+            require("S1 who decides has the office", by == holder, f"{by} of {owner} decides {kv.key}, not {holder}")
 
     def _judge_roll(self, kv: KeyValue) -> None:
         """Who reads a head must find all chunks of its roll."""

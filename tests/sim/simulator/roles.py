@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+import builders
+from helpers import rdzv_settings
 from store_history import Operation
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -15,12 +18,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 import ftcoord
 from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.quorum_records import QuorumRequest
 from ftcoord.core.rendezvous_records import FAILED, FINISHED, ROLLS, RollSizes
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
-from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.store import EtcdStore
 from simulator.managed_roles import Group
 from simulator.oracles import STORE, StartedRound, Violation
@@ -53,10 +54,10 @@ class Agent(Role):
 
     def live(self, process: Process) -> None:
         least, most = self.wants or self.world.plan.nnodes
-        settings = RendezvousSettings(
-            "etcd-v3", "run", least, most, process.name, None, last_call_timeout=2.0, lease_ttl=5, close_timeout=1.0,
-            restart=self.world.plan.restart,
-        )  # fmt: skip
+        settings = rdzv_settings(
+            (least, most), last_call_timeout=2.0, lease_ttl=5, close_timeout=1.0, restart=self.world.plan.restart
+        )
+        settings = replace(settings, local_addr=process.name)  # of a restarted process that is no name of a host
         while not process.leaves.is_set():
             handler = handlers.EtcdRendezvousHandler(settings, Hold(process.client))
             handler._resources.node = nodes.Node(
@@ -115,8 +116,6 @@ class Agent(Role):
 
     def _round(self, process: Process, handler: handlers.EtcdRendezvousHandler) -> None:
         self.now = None
-        join = Operation("join", "run", (), self.world.moment(), client=process.name)
-        self.world.oracles.joins.append(join)
         info = handler.next_rendezvous()
         mine = handler._node.round
         bootstrap = info.bootstrap_store_info
@@ -124,8 +123,6 @@ class Agent(Role):
             mine.number, mine.roll, info.rank, info.world_size, bootstrap.master_addr, bootstrap.master_port
         )
         process.note("#", f"starts round {now.number} as rank {now.rank} of {now.size}")
-        join.told = f"{now.number} {now.size} at {now.address}:{now.port}, roll {now.roll!r}".encode()
-        join.ended = self.world.moment()
         process.check(self.world.oracles.rounds.started, now)
         self.now = now
         if not self._meets(process, info.store, now):
@@ -209,8 +206,14 @@ class Trainer(Role):
         pause = self.draw.choice((0.2, LONGEST_STEP))
         while not process.leaves.is_set():
             shrinks, failures = self.draw.random() < 0.05, int(self.draw.random() < 0.05)
-            request = QuorumRequest(
-                name, f"{process.name}:1", f"{process.name}:2", step, 1, shrinks, data, failures, ()
+            request = builders.request(
+                name,
+                address=f"{process.name}:1",
+                store_address=f"{process.name}:2",
+                step=step,
+                shrink_only=shrinks,
+                data=data,
+                commit_failures=failures,
             )
             self.world.oracles.quorums.asks(process.name, self.world.scheduler.time)
             try:

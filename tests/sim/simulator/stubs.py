@@ -17,10 +17,10 @@ from virtual import MemoryClient
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import policy
-from ftcoord.core.event_records import WorkerFailure
 from ftcoord.core.quorum_records import parse_replica
+from ftcoord.core.rendezvous_records import WorkerFailure
 from ftcoord.primitives import sentinel, sentinel_main, session
-from ftcoord.primitives.sentinel_orders import Order
+from ftcoord.primitives.sentinel import Order
 from ftcoord.rendezvous import handler
 from simulator import oracles
 

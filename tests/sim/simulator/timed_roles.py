@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ftcoord import concurrency
-from ftcoord.timer.client import EtcdTimerClient
-from ftcoord.timer.server import EtcdTimerServer
+from ftcoord.timer.etcd_timer import EtcdTimerClient, EtcdTimerServer
 from simulator.role import Role
 
 if TYPE_CHECKING:
@@ -80,7 +79,8 @@ class Watchdog(Role):
     def _restart_killed(self, process: Process) -> None:
         for victim in [one for one in self.world.processes.values() if one.killed_by is process]:
             victim.killed_by = None
-            self.world.restart(victim, self.draw)
+            with self.world.scheduler.process("main"):  # of this one it would stop in the middle, if this one is killed
+                concurrency.thread(self.world.restart, "operator", victim, self.draw).start()
 
     @classmethod
     def missing(cls, world: World, since: float) -> str:

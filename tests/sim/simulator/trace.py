@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -69,11 +68,6 @@ def spelled(what: object) -> str:
         text = f"asks etcd: {what}"
     text = _PID.sub("", text)
     return text if len(text) <= _TEXT_LENGTH else text[: _TEXT_LENGTH - 3] + "..."
-
-
-def spelled_all(what: Sequence[object]) -> str:
-    """Several of them."""
-    return "; ".join(map(spelled, what))
 
 
 def _op(op: Op) -> str:

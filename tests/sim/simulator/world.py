@@ -24,10 +24,10 @@ from virtual.processes import Clock
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.core.layout import member_of, members_span
+from ftcoord.core.layout import decider_key, member_of
 from ftcoord.core.lease import SessionState
 from ftcoord.etcd.api import Event, Get, Span
-from ftcoord.primitives.renewal import KeptLease
+from ftcoord.primitives.session import KeptLease, _Phase
 from simulator.copies import Copies
 from simulator.oracles import RUN, Oracles, Violation, is_member_key, require
 from simulator.plan import Network, Plan
@@ -153,7 +153,7 @@ class Process:
     def trusts(self, lease: KeptLease) -> bool:
         """Whether it takes a lease of its own for alive, by its own clock: nobody asks it."""
         now = self.clock_at(self.world.scheduler.time)
-        return not lease._lost and lease._times.state(now) is SessionState.CONNECTED
+        return lease._phase is not _Phase.LOST and lease._times.state(now) is SessionState.CONNECTED
 
     def clock_at(self, time: float) -> float:
         """What its monotonic clock says at a time of the world's."""
@@ -370,11 +370,9 @@ class World:
         return ((one, one.role) for one in self.live if isinstance(one.role, kind))
 
     def decider(self, prefix: str) -> Process | None:
-        """The oldest live member of a group."""
-        span = members_span(prefix)
-        members = [kv for key, kv in self.oracles.kvs.items() if key in span and kv.lease]
-        oldest = min(members, key=lambda kv: kv.create_revision, default=None)
-        return self.owners.get(oldest.lease) if oldest else None
+        """Who has the office of a group."""
+        office = self.oracles.kvs.get(decider_key(prefix))
+        return self.owners.get(office.lease) if office else None
 
     def victim(self, draw: random.Random) -> Process | None:
         """Somebody alive; a decider more often than chance would have it."""

@@ -23,18 +23,13 @@ MUTANTS: Final = (
     ),
     # -- the store ----------------------------------------------------------------------------------------------------
     Mutant(
-        "a store's change does not count", "ftcoord.primitives.exactly_once",
-        'compares = [Compare(self._count, "version", "=", self._made), *guards, *fences]',
-        "compares = [*guards, *fences]", STORES,
+        "a store's change is not fenced", "ftcoord.primitives.write_once",
+        "guards=[*guards, *(fence.guard for fence in self._fences)],", "guards=guards,", ROUNDS,
     ),
     Mutant(
-        "a store's change is not fenced", "ftcoord.primitives.exactly_once",
-        "fences = [] if self._fence is None else [self._fence.guard]", "fences = []", ROUNDS,
-    ),
-    Mutant(
-        "a change whose answer was lost is made again", "ftcoord.primitives.exactly_once",
-        "self._made = made\n            return Made(True, self._look_back(look, count.mod_revision, deadline))",
-        "self._made = made\n            return None", STORES,
+        "a change whose answer was lost is made again", "ftcoord.primitives.write_once",
+        "return self._made(outcome, look, deadline)",
+        "return setattr(self, '_count', self._new_count()) if lost else self._made(outcome, look, deadline)", STORES,
     ),
     # -- mirrors and members ------------------------------------------------------------------------------------------
     Mutant(
@@ -65,7 +60,7 @@ MUTANTS: Final = (
         'return (max(1, now.waiting), now.recalled) if now.recalled else (0, "")', 'return 0, ""', ROUNDS,
     ),
     Mutant(
-        "ranks are not kept", "ftcoord.core.forming",
+        "ranks are not kept", "ftcoord.core.rendezvous",
         "wanted = 0 if index == 0 else rank", "wanted = len(chosen) - 1 - index", ROUNDS,
     ),
     Mutant(
@@ -73,13 +68,13 @@ MUTANTS: Final = (
         "return since + (whole if many else min(MOMENT, whole))", "return -inf", ("rounds",),
     ),
     Mutant(
-        "nodes with other limits count", "ftcoord.core.round_poll",
-        "elif newest[ask.node] is member and ask.limits == limits:", "elif newest[ask.node] is member:", ("rounds",),
+        "nodes with other limits count", "ftcoord.core.round_situation",
+        "if newest[ask.node] is member and ask.limits == limits:", "if newest[ask.node] is member:", ("rounds",),
     ),
     Mutant(
-        "a run is started again while its nodes still leave it", "ftcoord.core.rendezvous",
-        "    if left:\n        return Wait(\n            f\"the run is closed, and",
-        "    if False:\n        return Wait(\n            f\"the run is closed, and", ENDS,
+        "a run that finished is started again", "ftcoord.core.rendezvous",
+        'return restart == "always" or (restart == "failed" and closed.outcome == records.FAILED)',
+        'return restart != "never"', ENDS,
     ),
     # -- quorums ------------------------------------------------------------------------------------------------------
     Mutant(
@@ -107,7 +102,7 @@ MUTANTS: Final = (
     ),
     # -- timers -------------------------------------------------------------------------------------------------------
     Mutant(
-        "a server does not look whether a worker still holds its timer", "ftcoord.timer.server",
+        "a server does not look whether a worker still holds its timer", "ftcoord.timer.etcd_timer",
         "and holds(self._run.prefix, worker, request.timer)", "", TIMERS,
     ),
 )  # fmt: skip

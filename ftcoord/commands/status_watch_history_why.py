@@ -1,0 +1,279 @@
+"""`ftcoord status`, `watch`, `history` and `why`: the state of a job, once or whenever it changes, and its past."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from textwrap import wrap
+from typing import Any, Final
+
+from ftcoord import concurrency
+from ftcoord.commands.flags import ETCD_KEYS, JOB, OUTPUT_FLAGS, RULE_FLAGS, Flag, add_command, client_of, rules_of
+from ftcoord.commands.output import HEALTHY, NOT_DONE, UNREACHABLE, Columns, Terminal, clock, columns, to_line
+from ftcoord.config import switch
+from ftcoord.core.rendezvous_records import FAILED
+from ftcoord.escaping import counted, neutral, spanned
+from ftcoord.operator.history import explain, tell_history
+from ftcoord.operator.reading import JobWatch, read_events, read_job, with_leases
+from ftcoord.operator.report import Explanation, JobHistory, JobStatus, QuorumStatus, RoundsStatus, Watched, no_such_job
+from ftcoord.operator.status import foremost, tell_job
+
+ROWS: Final = 50
+"""Rows of a table unless the user asks for all. Only the leases of these members are read, since each takes a
+request."""
+SCREEN: Final = 20
+"""Rows of each table of a watch."""
+NAMED: Final = 10
+"""Members, timers and keys that a line names."""
+LINE_WIDTH: Final = 100
+"""Columns of a paragraph."""
+ALL_FLAG: Final = Flag("--all", "FTCOORD_ALL", "show all members and leases; takes a request per lease", switch, 0)
+_CLEAR: Final = "\x1b[H\x1b[2J"
+_NEXT: Final = {"wait": "waits", "publish": "is due", "withheld": "is withheld"}
+
+
+def add_commands(commands: Any) -> None:
+    add_command(commands, status, JOB, *ETCD_KEYS, *RULE_FLAGS, ALL_FLAG, *OUTPUT_FLAGS)
+    add_command(commands, watch, JOB, *ETCD_KEYS, *RULE_FLAGS, *OUTPUT_FLAGS)
+    add_command(commands, history, JOB, *ETCD_KEYS, *OUTPUT_FLAGS)
+    add_command(commands, why, JOB, *ETCD_KEYS, *RULE_FLAGS, *OUTPUT_FLAGS)
+
+
+# -- status ---------------------------------------------------------------------------------------------------------
+
+
+def status(options: argparse.Namespace) -> int:
+    """Show a job's members, and why there is no next round or quorum.
+
+    Shows which members are in its round or quorum, missing or waiting, why there is no next one, and which worker holds
+    which expiration timer. Exits with status 0 if the job is healthy.
+    """
+    terminal, rules, rows = Terminal.of(options), rules_of(options), None if options.all else ROWS
+    with client_of(options) as etcd:
+        keys = read_job(etcd, options.key_prefix, options.job, with_timers=True)
+        found = with_leases(etcd, tell_job(keys, rules), rows)
+    terminal.show(found, status_lines(found, terminal, rows))
+    return HEALTHY if found.healthy else NOT_DONE
+
+
+def status_lines(found: JobStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
+    """The status of a job for people, with so many rows in each table."""
+    if not found.exists:
+        yield no_such_job(found.job)
+        return
+    health = terminal.colour(_health(found), "good" if found.healthy else "bad")
+    yield f"{terminal.colour(neutral(found.job), 'bold')}: {health} (revision {found.revision})"
+    if (rounds := found.rounds) is not None:
+        yield from ("", *_fact_lines(_rounds_facts(rounds), terminal))
+        yield from _table(terminal, "members", _NODES, foremost(rounds.members, rows), rows, of=rounds.members)
+        yield from _table(terminal, "missing", _MISSING_NODES, rounds.missing, rows)
+    if (quorum := found.quorum) is not None:
+        yield from ("", *_fact_lines(_quorum_facts(quorum), terminal))
+        yield from _table(terminal, "replicas", _REPLICAS, foremost(quorum.replicas, rows), rows, of=quorum.replicas)
+        yield from _table(terminal, "missing", _MISSING_REPLICAS, quorum.missing, rows)
+    if found.timers:
+        yield ""
+        now = concurrency.wall()  # they are on their hosts' clocks
+        ends = {"EXPIRES": lambda one: clock(one.until), "LEFT": lambda one: round(one.until - now)}
+        yield from _table(terminal, "timers", {**columns(_TIMERS), **ends, "OF": "after"}, found.timers, rows)
+    if rounds is None and quorum is None:
+        yield "it has neither a rendezvous nor quorums: only a store, timers or heartbeats"
+    for bad in found.unreadable[:rows]:
+        yield f"{terminal.word('unreadable')}: {neutral(bad.key)}: {neutral(bad.problem)}"
+    yield from _more(len(found.unreadable), rows)
+
+
+def _health(found: JobStatus) -> str:
+    """In a word or two."""
+    is_failed = found.rounds is not None and found.rounds.state == FAILED
+    return "healthy" if found.healthy else "FAILED" if is_failed else "needs a look"
+
+
+_LEASE: Final = "LEASE=lease_left OF=lease_ttl MEMBER=member"
+_NODES: Final = f"RANK=rank HOST=host NODE=node STANDING=standing {_LEASE} REASON=said"
+_MISSING_NODES: Final = "RANK=rank HOST=host NODE=node MEMBER=member CAUSE=cause"
+_STEPS: Final = "STEP=step BEHIND=behind FAILED=commit_failures"
+_REPLICAS: Final = f"RANK=rank REPLICA=replica_id STANDING=standing {_STEPS} {_LEASE} ADDRESS=address"
+_MISSING_REPLICAS: Final = "RANK=rank REPLICA=replica_id MEMBER=member CAUSE=cause"
+_TIMERS: Final = "RANK=rank HOST=host PID=pid SCOPE=scope STANDING=standing"
+
+
+def _rounds_facts(rounds: RoundsStatus) -> Iterator[tuple[str, str, str]]:
+    """Each with its title, a word that has a colour, and the rest."""
+    limits = spanned((rounds.min_nodes, rounds.max_nodes), "node") if rounds.max_nodes else "no limits are known"
+    last = f"round {rounds.number} with {counted(rounds.size, 'node')}" if rounds.number else "no round yet"
+    yield "rendezvous", rounds.state, f", {last} ({limits})"
+    if rounds.size and not rounds.closed:
+        yield "bootstrap", "", f"{rounds.address}:{rounds.port}"
+    ends = ("closed", rounds.closed), ("recalled", rounds.recalled), ("before", rounds.before)
+    yield from ((title, "", why) for title, why in ends if why)
+    yield "next round", "", _next(rounds)
+
+
+def _quorum_facts(quorum: QuorumStatus) -> Iterator[tuple[str, str, str]]:
+    which = f"quorum {quorum.id} with {counted(quorum.size, 'replica')} at step {quorum.max_step}"
+    yield "quorums", quorum.state, f", {which} (min_replicas {quorum.min_replicas})"
+    yield "next quorum", "", _next(quorum)
+
+
+def _next(part: RoundsStatus | QuorumStatus) -> str:
+    decision = part.next
+    return f"{_NEXT[decision.decision]}: {decision.reason}{decision.rule and f' [{decision.rule}]'}"
+
+
+def _fact_lines(facts: Iterable[tuple[str, str, str]], terminal: Terminal) -> Iterator[str]:
+    yield from (f"{title:<12}{terminal.word(word)}{neutral(text)}" for title, word, text in facts)
+
+
+def _table(
+    terminal: Terminal, title: str, what: str | Columns, shown: Sequence[Any], rows: int | None, of: Sequence[Any] = ()
+) -> Iterator[str]:
+    """A table of the first rows; if they are some of the members in `of`, with the counts of all standings."""
+    count = len(of or shown)
+    if not count:
+        return
+    standings = Counter(one.standing for one in of).most_common() if len(shown) < len(of) else ()
+    counts = ", ".join(f"{number} {standing}" for standing, number in standings)
+    yield f"{title} ({count}{counts and ': '}{counts}):"
+    yield from (f"  {line}" for line in terminal.table(what, shown[:rows]))
+    yield from _more(count, rows, "  ")
+
+
+def _more(count: int, rows: int | None, indent: str = "") -> Iterator[str]:
+    """Where not all are shown: how many are not."""
+    if rows is not None and count > rows:
+        yield f"{indent}... and {count - rows} more: --all shows them"
+
+
+# -- watch ----------------------------------------------------------------------------------------------------------
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Show the status of a job whenever it changes, until Ctrl-C.
+
+    On a terminal it is one screen, otherwise a line for each change. Reports lost contact with etcd within a few
+    seconds. The exit status is that of the last state shown.
+    """
+    terminal, rules = Terminal.of(options), rules_of(options)
+    with (
+        _no_warnings(),
+        client_of(options) as etcd,
+        JobWatch(etcd, options.key_prefix, options.job, rules, every_timer=terminal.is_live) as following,
+    ):
+        try:
+            while True:
+                if (now := following.next()) is not None:
+                    show_change(now, terminal)
+        except KeyboardInterrupt:
+            last = following.last
+        if last is None or not last.connected:
+            return UNREACHABLE
+        return HEALTHY if last.status.healthy else NOT_DONE
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Keep ftcoord's warnings off the screen, which shows the same facts itself."""
+    package = logging.getLogger("ftcoord")
+    before = package.level
+    package.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        package.setLevel(before)
+
+
+def show_change(now: Watched, terminal: Terminal) -> None:
+    """Show what a watch reports: as a document, on a screen that is drawn again, or in a line."""
+    time = clock(concurrency.wall())
+    if terminal.format != "table":
+        terminal.write(to_line(now, terminal.format))
+        return
+    if not terminal.is_live:
+        terminal.write(f"{time} {neutral(_summary(now))}\n")
+        return
+    lines = [f"{time}  watching; Ctrl-C ends it"]
+    if not now.connected:
+        lost = f"etcd does not answer, and what is below is old: {neutral(now.error)}"
+        lines.append(terminal.colour(lost, "bad"))
+    lines += status_lines(now.status, terminal, SCREEN)
+    terminal.write(_CLEAR + "".join(f"{line}\n" for line in lines))
+
+
+def _summary(now: Watched) -> str:
+    """One line."""
+    if not now.connected:
+        return f"etcd does not answer: {now.error}"
+    if not now.status.exists:
+        return f"revision {now.status.revision}; etcd has no key of this job"
+    return "; ".join((f"revision {now.status.revision}", *_parts(now.status)))
+
+
+def _parts(found: JobStatus) -> Iterator[str]:
+    yield _health(found)
+    facts, named = list[tuple[str, str, str]](), list[tuple[str, str]]()
+    if (rounds := found.rounds) is not None:
+        facts += _rounds_facts(rounds)
+        named += [("missing", one.host) for one in rounds.missing]
+        named += [("draining", one.host) for one in rounds.members if one.standing == "draining"]
+    if (quorum := found.quorum) is not None:
+        facts += _quorum_facts(quorum)
+        named += [("missing", one.replica_id) for one in quorum.missing]
+    expired = [one for one in found.timers if one.standing != "running"]
+    named += [(f"timer {one.standing}", f"{one.scope!r} of {one.host} (pid {one.pid})") for one in expired]
+    named += [("unreadable", one.key) for one in found.unreadable]
+    yield from (f"{title} {word}{text}" for title, word, text in facts)
+    yield from (f"{what}: {name}" for what, name in named[:NAMED])
+
+
+# -- history and why ------------------------------------------------------------------------------------------------
+
+
+def history(options: argparse.Namespace) -> int:
+    """Show what happened to a job, in etcd's order.
+
+    Shows rounds and quorums, which members came and went, what failed and why. Exits with status 0 if there is a
+    history.
+    """
+    terminal = Terminal.of(options)
+    with client_of(options) as etcd:
+        found = tell_history(options.job, *read_events(etcd, options.key_prefix, options.job))
+    terminal.show(found, history_lines(found, terminal))
+    return HEALTHY if found.events else NOT_DONE
+
+
+def history_lines(found: JobHistory, terminal: Terminal) -> Iterable[str]:
+    """A history for people."""
+    if not found.events:
+        return [f"etcd has no history of a job {neutral(repr(found.job))}: it never began, or its run_ttl is over"]
+    made: Columns = {
+        "REVISION": "revision",
+        "TIME": lambda one: clock(one.at, "%m-%d %H:%M:%S"),
+        **columns("GROUP=group NUMBER=number EVENT=kind"),
+        "REASON": lambda one: f"{one.who}: {one.reason}" if one.worker is not None else one.reason,
+    }
+    return terminal.table(made, found.events, widest=None)
+
+
+def why(options: argparse.Namespace) -> int:
+    """Explain a job's last interruption: the first cause, what was lost, what to do.
+
+    Explains, in one paragraph, what ended a job's last round or changed its quorum. Exits with status 0 if the job is
+    healthy now, or has finished.
+    """
+    terminal, rules = Terminal.of(options), rules_of(options)
+    with client_of(options) as etcd:
+        keys = read_job(etcd, options.key_prefix, options.job, with_history=True)
+        past = explain(tell_job(keys, rules), keys.rounds.events, keys.quorum.events, keys.quorum.deaths)
+    terminal.show(past, why_lines(past, terminal) if keys.exists else [no_such_job(options.job)])
+    return HEALTHY if past.healthy else NOT_DONE
+
+
+def why_lines(found: Explanation, terminal: Terminal) -> Iterable[str]:
+    """The explanation for people."""
+    health = terminal.colour("healthy", "good") if found.healthy else terminal.colour("needs a look", "bad")
+    yield f"{terminal.colour(neutral(found.job), 'bold')}: {health}"
+    yield from wrap(neutral(found.text), LINE_WIDTH, break_on_hyphens=False)
