@@ -165,6 +165,13 @@ class Group:
         """Have this member's key put back if it is gone, though its lease is not."""
         self._inbox.put(self._doubt_key)
 
+    def wake(self) -> None:
+        """Renew the lease again after a rest, and try to decide again: a member that rests does not."""
+        rested = self._session.rests
+        self._session.wake()
+        if rested:  # no event of its watch follows from that
+            self._inbox.put(_wake)
+
     def introduce(self) -> None:
         """Have the sentinel know of this member, and of the office if it holds it, now."""
         self._session.introduce()

@@ -330,7 +330,7 @@ class Incarnations(Generic[R, A]):
             if not (self._options.keeps_lease or self._asking):
                 member.session.rest()
         elif self._options.keeps_lease or self._asking:
-            member.session.wake()
+            member.group.wake()
         return member
 
     def that_hears(self) -> Membership[R]:
