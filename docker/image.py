@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ftcoord.embedded.binary import COMMIT_WHOLE, find_etcd, loses_writes
+from ftcoord.embedded.server import COMMIT_EACH, find_etcd
 
 NAME = "ftcoord-etcd"
 PROGRAM_INTERPRETER = 3
@@ -44,8 +44,7 @@ def main(name: str = NAME) -> None:
             sys.exit(
                 f"{binary} is no static binary: set FTCOORD_ETCD_BINARY to an etcd that is, with etcdctl beside it"
             )
-    flags = COMMIT_WHOLE if loses_writes(str(etcd)) else ()
-    settings = dict(flag.removeprefix("--").split("=") for flag in flags)
+    settings = dict(flag.removeprefix("--").split("=") for flag in COMMIT_EACH)
     with tempfile.TemporaryDirectory() as context:
         for binary in binaries:
             shutil.copy(binary, context)
