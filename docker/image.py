@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from ftcoord.embedded.server import COMMIT_EACH, find_etcd
 
@@ -29,7 +30,7 @@ def is_static(binary: Path) -> bool:
         header = file.read(64)
         if header[:5] != b"\x7fELF\x02":
             return False
-        order = "little" if header[5] == 1 else "big"
+        order: Literal["little", "big"] = "little" if header[5] == 1 else "big"
         table, size, count = (int.from_bytes(header[at:end], order) for at, end in ((32, 40), (54, 56), (56, 58)))
         file.seek(table)
         kinds = [int.from_bytes(file.read(size)[:4], order) for _ in range(count)]
