@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
-from ftcoord.embedded.binary import COMMIT_WHOLE, find_etcd, loses_writes
+from ftcoord.embedded.server import COMMIT_EACH, find_etcd
 
 NAME = "ftcoord-etcd"
 PROGRAM_INTERPRETER = 3
@@ -29,7 +30,7 @@ def is_static(binary: Path) -> bool:
         header = file.read(64)
         if header[:5] != b"\x7fELF\x02":
             return False
-        order = "little" if header[5] == 1 else "big"
+        order: Literal["little", "big"] = "little" if header[5] == 1 else "big"
         table, size, count = (int.from_bytes(header[at:end], order) for at, end in ((32, 40), (54, 56), (56, 58)))
         file.seek(table)
         kinds = [int.from_bytes(file.read(size)[:4], order) for _ in range(count)]
@@ -44,8 +45,7 @@ def main(name: str = NAME) -> None:
             sys.exit(
                 f"{binary} is no static binary: set FTCOORD_ETCD_BINARY to an etcd that is, with etcdctl beside it"
             )
-    flags = COMMIT_WHOLE if loses_writes(str(etcd)) else ()
-    settings = dict(flag.removeprefix("--").split("=") for flag in flags)
+    settings = dict(flag.removeprefix("--").split("=") for flag in COMMIT_EACH)
     with tempfile.TemporaryDirectory() as context:
         for binary in binaries:
             shutil.copy(binary, context)

@@ -44,7 +44,7 @@ USER: Final = "root"
 """The user of an etcd with a login."""
 _LOG_LINES: Final = 12
 _PASSWORD_FILE: Final = "password"
-_COMMIT_EACH: Final = ("--backend-batch-limit=1", "--backend-batch-interval=1h")
+COMMIT_EACH: Final = ("--backend-batch-limit=1", "--backend-batch-interval=1h")
 """etcd commits each write separately, which takes about 0.4 ms more. Otherwise 3.5.0 to 3.5.2 can lose acknowledged
 writes when they are killed: they sometimes commit between noting that a write was applied and applying it (issue
 13766)."""
@@ -317,7 +317,7 @@ class EtcdServer:
             "--logger=zap",
             "--log-level=warn",
             "--log-outputs=stderr",
-            *_COMMIT_EACH,
+            *COMMIT_EACH,
             # A random password cannot be guessed, however quickly its hash is computed; and each login computes it.
             *(["--bcrypt-cost=4"] if self._login else ()),
             *self._extra_args,
