@@ -76,6 +76,15 @@ def _request(chance: random.Random, shrinks: bool) -> dict[str, Any]:
     }
 
 
+def heard(kind: str, job: str, etcd: EtcdClient) -> set[str]:
+    """The replicas that count as alive."""
+    if kind == "torchft":
+        with urllib.request.urlopen(f"{job}/status", timeout=DEADLINE) as page:
+            return set(re.findall(r"(\w+): seen ", page.read().decode()))
+    members = etcd.range(Get(Span(f"{parse_address(job).prefix}/members/", is_prefix=True))).kvs
+    return {parse_replica(kv.key, kv.value).request.replica_id for kv in members}
+
+
 def waiting(kind: str, job: str, etcd: EtcdClient) -> int:
     """How many replicas ask for a quorum."""
     if kind == "torchft":
@@ -114,6 +123,9 @@ def play(kind: str, rounds: Sequence[Round], etcd: EtcdClient) -> list[dict[str,
             for name in happens.come:
                 managers[name] = site.manager(job, name)
                 (ranks[name],) = site.ranks(managers[name])
+            # Or those that are heard of first have a quorum of their own, and nobody asks with the others again.
+            come = set(happens.come)
+            eventually(lambda come=come: come <= heard(kind, job, etcd), what=f"{sorted(come)} to be heard of")
             newcomers = happens.asks.keys() - last
             futures = {name: group_ask(ranks[name], **happens.asks[name]) for name in newcomers}
             if happens.asks.keys() & last:  # a quorum is made as soon as all of the last one ask, with who asks by then
