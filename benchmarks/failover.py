@@ -22,10 +22,11 @@ from benchmarks.nodes import BACKENDS, OURS, endpoint_for
 from benchmarks.processes import BenchmarkError
 from ftcoord.core.layout import decided_key
 from ftcoord.core.rendezvous_records import parse_decided
-from ftcoord.demo.run import Agent, descendants, no_orphans
+from ftcoord.demo.run import Agent
 from ftcoord.etcd.api import Batch, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.rendezvous.settings import RendezvousSettings
+from tests.below import descendants, no_orphans
 
 _, C10D, ETCD_V2 = BACKENDS
 PATIENCE: Final = 180.0

@@ -24,8 +24,8 @@ from typing import Final, TypeAlias
 from benchmarks.lighthouses import KINDS, OURS, TIMEOUT, TORCHFT, classes, job_at, lighthouse, serving
 from benchmarks.processes import BenchmarkError, Processes, free_port
 from benchmarks.report import measured_with, publish, table
-from ftcoord.demo.run import descendants
 from ftcoord.embedded.server import EtcdServer
+from tests.below import descendants
 from tests.etcd_cluster import EtcdCluster
 
 RENEWAL: Final = 5 / 3

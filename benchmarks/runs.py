@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +17,13 @@ from ftcoord.core.layout import (
     decided_key,
     decider_key,
     event_key,
+    fence_key,
     member_id,
     member_key,
-    roll_key,
-    round_key,
     run_prefix,
 )
 from ftcoord.core.office import OfficeRecord, encode_office
-from ftcoord.core.rendezvous_records import ROLLS, JoinRequest, Round, Seat, WorkerFailure, chunks_of, head_of, roll_id
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, WorkerFailure, chunks_for
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.client import EtcdClient
 
@@ -49,9 +49,9 @@ class WrittenRun:
     asks: Sequence[tuple[str, int, JoinRequest]]
 
     def told_again(self, client: EtcdClient, at: int, text: str) -> None:
-        """Have one member say something else."""
+        """Have one member report that a worker failed in this way."""
         key, lease, ask = self.asks[at]
-        client.put(key, rendezvous_records.encode(replace(ask, nonce=text)), lease)
+        client.put(key, rendezvous_records.encode(replace(ask, failed=(WorkerFailure(4711, fate=text),))), lease)
 
 
 def write_run(client: EtcdClient, job: str, nodes: int, rounds: int) -> WrittenRun:
@@ -61,10 +61,22 @@ def write_run(client: EtcdClient, job: str, nodes: int, rounds: int) -> WrittenR
     with ThreadPoolExecutor(_GRANTED_TOGETHER) as pool:
         leases = [lease.id for lease in pool.map(lambda _: client.grant(LEASE_TTL), range(nodes))]
     seats = tuple(Seat(member_id(lease), f"{at:032x}", f"host{at}") for at, lease in enumerate(leases))
-    record = Round(rounds, seats, "10.0.0.1", 29500, (), 1, nodes, ready=True, by=seats[0].member)
+    record = Round(
+        number=rounds,
+        token=secrets.token_hex(8),
+        size=nodes,
+        chunks=chunks_for(nodes),
+        address="10.0.0.1",
+        port=29500,
+        min_nodes=1,
+        max_nodes=nodes,
+        ready=True,
+        by=seats[0].member,
+        seats=seats,
+    )
     asks = [(member_key(prefix, member_id(lease)), lease, _ask(at, record)) for at, lease in enumerate(leases)]
     puts = [Put(key, rendezvous_records.encode(ask), lease) for key, lease, ask in asks]
-    office = OfficeRecord(seats[0].member, "0" * 32)
+    office = OfficeRecord(seats[0].member, "", "0" * 32)
     puts.append(Put(decider_key(prefix), encode_office(office), leases[0]))
     puts += _record_puts(prefix, record, leases[0])
     puts += _history_puts(prefix, record, leases[0])
@@ -81,17 +93,10 @@ def _ask(at: int, record: Round) -> JoinRequest:
 
 
 def _record_puts(prefix: str, record: Round, lease: int) -> Iterator[Put]:
-    fence = round_key(prefix, record.number)
-    if ROLLS.is_inline(record):
-        yield Put(fence, record.roll.encode(), lease)
-        yield Put(decided_key(prefix), rendezvous_records.encode(record), lease)
-        return
-    chunks = ROLLS.chunks_for(record)
-    roll = roll_id(record, chunks, record.by)
-    yield Put(fence, roll.encode(), lease)
-    yield Put(decided_key(prefix), rendezvous_records.encode(head_of(record, roll, chunks, record.by)), lease)
-    for at, chunk in enumerate(chunks_of(record, chunks)):
-        yield Put(roll_key(prefix, roll, at), rendezvous_records.encode(chunk), lease)
+    yield Put(fence_key(prefix, record.name), b"", lease)
+    yield Put(decided_key(prefix), rendezvous_records.encode(record), lease)
+    for key, value in rendezvous_records.encode_seats(prefix, record):
+        yield Put(key, value, lease)
 
 
 def _history_puts(prefix: str, last: Round, lease: int) -> Iterator[Put]:

@@ -41,7 +41,7 @@ from benchmarks.quorum import Asker
 from benchmarks.rendezvous import measure_round
 from benchmarks.report import Trial, publish, table
 from ftcoord.coordination import connection
-from ftcoord.core.layout import KEY_PREFIX, decided_key, rolls_span, run_prefix
+from ftcoord.core.layout import KEY_PREFIX, all_seats_span, decided_key, run_prefix
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from tests.etcd_cluster import EtcdCluster
@@ -138,14 +138,14 @@ def _measure_order(name: str, order: Order, agents: Agents, endpoints: str) -> C
 
 
 def _record_sizes(endpoints: str) -> tuple[int, int]:
-    """Bytes of the decided record, and of that with the roll beside it."""
+    """Bytes of the decided record, and of that with the seats beside it."""
     prefix = run_prefix(KEY_PREFIX, RUN)
     with EtcdClient(endpoints) as client:
-        head, roll = (
+        head, seats = (
             sum(len(kv.value) for kv in client.range(Get(span)).kvs)
-            for span in (Span(decided_key(prefix)), rolls_span(prefix))
+            for span in (Span(decided_key(prefix)), all_seats_span(prefix))
         )
-    return head, head + roll
+    return head, head + seats
 
 
 def rounds_section(sizes: Sequence[Size], members: int, processes: int, patience: float) -> str:

@@ -4,7 +4,7 @@
 # else docker-compose). Passwords have no spaces; they are in no command line, which all users of the host could read.
 set -eu
 cd "$(dirname "$0")/.."
-prefix=${FTCOORD_KEY_PREFIX:-/ftcoord/v1}
+prefix=${FTCOORD_KEY_PREFIX:-/ftcoord/v2}
 
 arguments=$*
 if [ -z "${COMPOSE:-}" ]; then

@@ -9,6 +9,7 @@ This is a use of ftcoord's group mechanism: members with leases, and one decided
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -16,13 +17,13 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ftcoord import Compare, EtcdClient, Put
+from ftcoord import Compare, EtcdClient, Put, concurrency
 from ftcoord.core.layout import decided_key, member_of
 from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.membership import ParticipantOptions
-from ftcoord.primitives.group.pace import UntilDeadline
+from ftcoord.primitives.group.pace import Look, signals_at
 from ftcoord.primitives.group.participant import Participant
 from ftcoord.primitives.group.policy import View
 from ftcoord.primitives.group.use import Use
@@ -59,7 +60,7 @@ class LeaderPolicy:
     def decide(self, view: View, me: str, now: float) -> Publish[bytes] | Wait:
         last = read(view.decided) if view.decided else None
         members = [member_of(kv.key) for kv in view.members]
-        if last is not None and last.leader in members and not view.vanished:
+        if last is not None and last.leader in members:
             return Wait(f"{last.leader} leads term {last.number}")
         known = [json.loads(kv.value)["known"] for kv in view.members]
         number = max([*known, last.number if last else 0]) + 1  # so that no term is given twice
@@ -97,13 +98,31 @@ class LeaderUse(Use[Term, Candidacy]):
         return Outlook(Standing.PENDING)
 
 
+class Patience:
+    """The pace of a call that only waits, for as long as it takes."""
+
+    deadline = math.inf
+
+    def __init__(self) -> None:
+        self.gone = concurrency.event()
+
+    def see(self, look: Look[Term, Candidacy]) -> Standing:
+        return look.standing
+
+    def wake_at(self, standing: Standing) -> float:
+        return signals_at()
+
+    def tick(self, look: Look[Term, Candidacy]) -> None:
+        """Here it would raise the error that ends the call, such as TimeoutError."""
+
+
 def main(job: str) -> None:
     prefix = f"/leader-example/{job}"
     with EtcdClient() as client:
         candidate = Participant(client, LeaderUse(prefix), ParticipantOptions(5, 3600, request_timeout=5.0))
         try:
             while True:
-                term = candidate.ask(Candidacy(), UntilDeadline(None, "leading")).record
+                term = candidate.ask(Candidacy(), Patience()).record
                 assert term is not None
                 print(f"pid {os.getpid()} leads term {term.number}", flush=True)
                 while candidate.holds(term.leader):

@@ -13,17 +13,10 @@ from importlib import import_module
 from typing import Final, TextIO
 
 from ftcoord import __version__
-from ftcoord.commands.flags import Flag, add_command, resolve
-from ftcoord.commands.output import HEALTHY, INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE
+from ftcoord.commands.shared import HEALTHY, INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE, Flag, add_command, resolve
 from ftcoord.errors import NO_ETCD, ConfigError, EtcdUnavailable, FtcoordError, OutcomeUnknown
 
-FILES: Final = (
-    "ls_doctor",
-    "status_watch_history_why",
-    "evict_drain_close_kill",
-    "dashboard_gateway_metrics",
-    "demo_server",
-)
+FILES: Final = ("ls_status_watch_history_why_doctor", "evict_drain_close_kill", "demo_server_dashboard_gateway_metrics")
 """The modules of `ftcoord.commands`, each named after its commands. Only the given command's module is loaded: loading
 all would take longer than most commands do."""
 SHELLS: Final = ("bash", "zsh", "tcsh")

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 from ftcoord import files
 from ftcoord.errors import ConfigError
@@ -206,7 +206,7 @@ def key_path(key: str, value: object) -> str:
     """A parser for key prefixes, without a slash at the end. Raises ConfigError."""
     prefix = value.strip().rstrip("/") if isinstance(value, str) else ""
     if not re.fullmatch(r"(/[^/]+)+", prefix) or not prefix.isprintable():
-        raise ConfigError(key, redacted(value), "give a path such as /ftcoord/v1: printable, '/' first, no empty part")
+        raise ConfigError(key, redacted(value), "give a path such as /ftcoord/v2: printable, '/' first, no empty part")
     return prefix
 
 
@@ -420,23 +420,23 @@ class EtcdConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class Given:
     """A setting's raw value and the argument or variable it came from."""
 
     name: str
-    value: object = field(repr=False)
+    value: Any = field(repr=False)
 
     @property
     def text(self) -> str:
         return text(self.name, self.value)
 
 
-def _collect(arguments: Mapping[str, object], names: Mapping[str, str], env: Mapping[str, str]) -> dict[str, _Given]:
-    given: dict[str, _Given] = {}
+def _collect(arguments: Mapping[str, object], names: Mapping[str, str], env: Mapping[str, str]) -> dict[str, Given]:
+    given: dict[str, Given] = {}
     for setting, variables in _VARIABLES.items():
-        candidates = [_Given(name, env[name]) for name in variables if env.get(name, "").strip()]
+        candidates = [Given(name, env[name]) for name in variables if env.get(name, "").strip()]
         if arguments[setting] is not None:
-            candidates.insert(0, _Given(names.get(setting, setting), arguments[setting]))
+            candidates.insert(0, Given(names.get(setting, setting), arguments[setting]))
         if candidates:
             given[setting] = candidates[0]
     return given
@@ -454,7 +454,7 @@ def _joined(endpoints: object, names: Mapping[str, str]) -> str | None:
     raise ConfigError(names.get("endpoints", "endpoints"), redacted(endpoints), ENDPOINT_FORM)
 
 
-def _endpoints(given: _Given | None, env: Mapping[str, str]) -> tuple[tuple[Endpoint, ...], bool | None]:
+def _endpoints(given: Given | None, env: Mapping[str, str]) -> tuple[tuple[Endpoint, ...], bool | None]:
     if given is None:
         return (Endpoint("127.0.0.1"),), None
     if given.name != _DISCOVERY:
@@ -465,7 +465,7 @@ def _endpoints(given: _Given | None, env: Mapping[str, str]) -> tuple[tuple[Endp
     return parse_endpoints(given.name, f"{SRV}{given.text}")
 
 
-def _tls(given: Mapping[str, _Given], secure: bool | None) -> Tls | None:
+def _tls(given: Mapping[str, Given], secure: bool | None) -> Tls | None:
     wanted = [given[setting] for setting in ("ca_cert", "cert", "key", "server_name") if setting in given]
     if not (wanted if secure is None else secure):
         if wanted:
@@ -489,7 +489,7 @@ def _tls(given: Mapping[str, _Given], secure: bool | None) -> Tls | None:
     return tls
 
 
-def _pem_file(given: _Given | None, kind: str) -> str | None:
+def _pem_file(given: Given | None, kind: str) -> str | None:
     if given is None:
         return None
     path = given.text
@@ -499,14 +499,14 @@ def _pem_file(given: _Given | None, kind: str) -> str | None:
     return path
 
 
-def _server_name(given: _Given | None) -> str | None:
+def _server_name(given: Given | None) -> str | None:
     host = parse_host(given.text) if given else None
     if given is not None and host is None:
         raise ConfigError(given.name, redacted(given.value), "give the DNS name or IP address in the certificate")
     return host
 
 
-def _credentials(given: Mapping[str, _Given], env: Mapping[str, str]) -> Credentials | None:
+def _credentials(given: Mapping[str, Given], env: Mapping[str, str]) -> Credentials | None:
     user, password = given.get("user"), given.get("password")
     if user is None:
         if password is None:
@@ -524,7 +524,7 @@ def _credentials(given: Mapping[str, _Given], env: Mapping[str, str]) -> Credent
     raise ConfigError(user.name, redacted(name), allowed)
 
 
-def _password(given: _Given, env: Mapping[str, str]) -> str:
+def _password(given: Given, env: Mapping[str, str]) -> str:
     if given.name == "FTCOORD_PASSWORD" and env.get("FTCOORD_PASSWORD_FILE", "").strip():
         raise ConfigError(given.name, HIDDEN, "FTCOORD_PASSWORD_FILE is set too; unset one of them")
     value = given.value
@@ -536,5 +536,5 @@ def _password(given: _Given, env: Mapping[str, str]) -> str:
     return value
 
 
-def _request_timeout(given: _Given | None) -> float:
+def _request_timeout(given: Given | None) -> float:
     return 5.0 if given is None else seconds(given.name, given.value)

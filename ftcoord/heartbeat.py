@@ -251,7 +251,6 @@ class HeartbeatWatch(Closing):
         self._events: deque[HeartbeatEvent] = deque()  # those that came, and were not given out
         # Also for one that was closed: only the thread that iterates may end the feed, and it may never come back.
         self._cancel_finalizer = concurrency.when_forgotten(self, _end_watch, self._feed, run, last=True)
-        self._run = run
 
     def __iter__(self) -> Iterator[HeartbeatEvent]:
         return self

@@ -296,7 +296,7 @@ def _namespace(kind: str) -> str:
 # -- how a process ended ----------------------------------------------------------------------------------------------
 
 
-def fate_of(status: int | None, was_oom: bool = False) -> str:
+def fate_of(status: int | None, was_oom: bool) -> str:
     """How a process ended, in words.
 
     Args:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ftcoord.core.layout import decided_key
 from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
-from ftcoord.core.rendezvous_records import Away, JoinRequest, Round, Seat
+from ftcoord.core.rendezvous_records import Away, JoinRequest, Round, Seat, chunks_for, encode, encode_seats
 
 
 def ask(
@@ -35,10 +36,27 @@ def round_(
     port: int = 29500,
     away: Sequence[Away] = (),
     limits: tuple[int, int] = (0, 0),
+    token: str = "",
     **more: Any,
 ) -> Round:
-    """A round that was decided."""
-    return Round(number, tuple(seats), address, port, tuple(away), *limits, **more)
+    """A round that was decided; its token follows from its number, if none is given."""
+    return Round(
+        number,
+        token or (f"{number:016x}" if number else ""),
+        len(seats),
+        chunks_for(len(seats) + len(away)),
+        address,
+        port,
+        *limits,
+        seats=tuple(seats),
+        away=tuple(away),
+        **more,
+    )
+
+
+def round_keys(prefix: str, record: Round) -> dict[str, bytes]:
+    """The keys of a run whose last round this is, but for its fence and its store, and their values."""
+    return {decided_key(prefix): encode(record), **dict(encode_seats(prefix, record))}
 
 
 def request(

@@ -84,9 +84,9 @@ def no_process_crashes() -> Iterator[None]:
 def stop_serving() -> None:
     """As if nothing had been served."""
     export = concurrency.of_process(exporter._Export)
-    if export._server is not None:
-        export._server.close()
-    export._begun, export._server = False, None
+    if export.server is not None:
+        export.server.close()
+    export.begun, export.server = False, None
     process.end_counting()
 
 

@@ -61,13 +61,13 @@ def server(endpoint: str, run: str) -> object:
 def session(endpoint: str, run: str) -> object:
     client = ftcoord.EtcdClient(endpoint)
     session = ftcoord.Session(client, TTL)
-    client.put(f"/ftcoord/v1/{run}/mine", b"", session.lease_id)
+    client.put(f"/ftcoord/v2/{run}/mine", b"", session.lease_id)
     return session
 
 
 def store(endpoint: str, run: str) -> object:
     """Its keys outlive it for its `ttl`, as after `close()`."""
-    store = ftcoord.EtcdStore(endpoint, f"/ftcoord/v1/{run}/", LONG, ttl=STORE_TTL)
+    store = ftcoord.EtcdStore(endpoint, f"/ftcoord/v2/{run}/", LONG, ttl=STORE_TTL)
     store.set("a", b"1")
     return store
 
@@ -194,7 +194,7 @@ class Left:
 
 def look(etcd: ftcoord.EtcdServer, client: EtcdClient, run: str) -> Left:
     """What is there now. Leases only where they hold a key of the run, or none that remains."""
-    found = client.range(Get(Span(f"/ftcoord/v1/{run}", is_prefix=True))).kvs
+    found = client.range(Get(Span(f"/ftcoord/v2/{run}", is_prefix=True))).kvs
     lasting = {kv.lease for kv in found if any(part in kv.key for part in KEPT)}
     answer = LEASES.FromString(ask_etcd(etcd.get_endpoint(), "Lease/LeaseLeases"))
     leases = frozenset(str(one.id) for one in answer.leases) - {str(lease) for lease in lasting}

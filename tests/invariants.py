@@ -11,27 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ftcoord.coordination import policy as quorums
-from ftcoord.core.layout import Span, decided_key, roll_key, round_key, round_store_prefix
+from ftcoord.core.layout import Span, chunk_key, decided_key, fence_key
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.core.rendezvous_records import (
-    NO_ROUND,
-    JoinRequest,
-    Round,
-    RoundHead,
-    in_order,
-    parse_chunk,
-    parse_decided,
-    round_of,
-)
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, parse_decided, seated
 from ftcoord.core.round_situation import RoundSituation
 from ftcoord.core.verdict import Publish
-from ftcoord.errors import StateError
 from ftcoord.rendezvous import policy as rounds
 
 
@@ -50,11 +40,9 @@ def require(rule: str, holds: bool) -> None:
 
 def check_round(situation: RoundSituation, new: Round) -> None:
     """Check S1 and S2 for a record that `core.rendezvous.decide` wants to publish. Raises InvariantBroken."""
-    old = situation.previous or NO_ROUND
-    if new.number == old.number:
+    old = situation.previous or Round.of(NO_ROUND)
+    if new.name == old.name:
         _check_amendment(situation, old, new)
-    elif new.recalled:
-        _check_lost_round(situation, old, new)
     else:
         _check_new_round(situation, old, new)
 
@@ -62,7 +50,7 @@ def check_round(situation: RoundSituation, new: Round) -> None:
 def check_succession(old: Round, new: Round) -> None:
     """Check S1 and S2 for two successive records, by any writer. Raises InvariantBroken."""
     require("S2 rounds only grow", new.number >= old.number)
-    if new.number == old.number:
+    if new.name == old.name:
         same = (new.seats, new.address, new.port) == (old.seats, old.address, old.port)
         require("S1 one membership a round", same)
         require("S1 a recall changes no start", new.ready or not old.ready)
@@ -82,20 +70,11 @@ def _check_amendment(situation: RoundSituation, old: Round, new: Round) -> None:
         require("S1 a recalled round does not start", not new.recalled)
 
 
-def _check_lost_round(situation: RoundSituation, old: Round, new: Round) -> None:
-    """A round whose record etcd has lost may only be recalled: the last one in which nodes run, or that is known."""
-    known = [max(member.ask.after, member.ask.seated) for member in situation.members]
-    require("S2 rounds only grow", new.number > old.number)
-    require("S2 no number is given again", new.number == max([*known, situation.highest]))
-    require("S1 one membership a round", not (new.seats or new.ready or new.away))
-    require("S1 who is drained stays drained", new.drained == old.drained)
-
-
 def _check_new_round(situation: RoundSituation, old: Round, new: Round) -> None:
     members = {member.id: member.ask for member in situation.members}
     known = max((max(ask.after, ask.seated) for ask in members.values()), default=0)
     chosen = [seat.member for seat in new.seats]
-    require("S2 rounds only grow", new.number > max(old.number, known, situation.highest))
+    require("S2 rounds only grow", new.number > max(old.number, known))
     require("S1 one seat for each", len(set(chosen)) == len(chosen) == len({seat.node for seat in new.seats}))
     require("S1 only live members are seated", members.keys() >= set(chosen))
     require("S1 min <= n <= max", new.min_nodes <= len(chosen) <= new.max_nodes)
@@ -116,55 +95,41 @@ def _asks(ask: JoinRequest, old: Round, member: str) -> bool:
     return not ask.holds and ask.after >= max(ask.seated, old.last_seats.get(member, 0))
 
 
-def check_fences(prefix: str, old: Round | None, number: int, decision: Publish[bytes]) -> None:
-    """Check S3 for a transaction that publishes the record of round `number`. Raises InvariantBroken.
+def check_fences(prefix: str, old: Round | None, new: Round, decision: Publish[bytes]) -> None:
+    """Check S3 for a transaction that publishes the record of a round. Raises InvariantBroken.
 
     A new round opens its own fence, and deletes that of the last one: no two rounds' stores can be written to at once.
     Other records of a round do not touch its fence.
     """
-    before = old.number if old else 0
-    opened = {key for key, _ in decision.puts}
-    if number == before:
-        require("S3 only a new round changes fences", not opened and not decision.deletes)
+    fence = fence_key(prefix, new.name)
+    if new.name == (old or NO_ROUND).name:
+        require("S3 only a new round changes fences", not decision.puts and not decision.deletes)
         return
-    require("S3 a new round opens its fence", opened == {round_key(prefix, number)})
-    require("S3 a new round keeps its fence", all(round_key(prefix, number) not in span for span in decision.deletes))
-    store = Span(round_store_prefix(prefix, number), is_prefix=True)
-    require("S3 a new store is empty", store in decision.deletes)
-    ended = before == 0 or Span(round_key(prefix, before)) in decision.deletes
+    require("S3 a new round opens its fence", fence in dict(decision.puts))
+    require("S3 a new round keeps its fence", all(fence not in span for span in decision.deletes))
+    ended = old is None or not old.size or Span(fence_key(prefix, old.name)) in decision.deletes
     require("S3 the last round ends with the next one", ended)
 
 
-def check_roll(prefix: str, old: RoundHead | None, new: Round, decision: Publish[bytes]) -> None:
-    """Check S1 for a transaction that publishes a round whose roll may be stored beside it. Raises InvariantBroken, and
-    StateError if nobody could read the record.
+def check_seats(prefix: str, old: Round | None, new: Round, decision: Publish[bytes]) -> None:
+    """Check S1 for a transaction that publishes a round. Raises InvariantBroken; StateError if nobody could read it.
 
-    `old` is the head that it replaces, None for a record with an inline roll. A reader of the record and of the keys
-    that it names must get the decided round; later records of a round do not touch its roll.
+    A reader of the record and of the keys that it names must get the decided round; later records of a round do not
+    touch its seats.
     """
     head = parse_decided(decided_key(prefix), decision.record)
-    if not isinstance(head, RoundHead):
-        require("S1 one membership a round", head == replace(new, by=head.by) and not decision.beside)
+    keys = [key for key, _ in decision.puts]
+    if old is not None and old.name == head.name:
+        require("S1 a round keeps its seats", not keys and not decision.deletes)
         return
-    if decision.beside:
-        decided = replace(new, away=in_order(new.away), by=head.by)
-        keys = [roll_key(prefix, head.roll, chunk) for chunk in range(head.chunks)]
-        require("S1 a roll is written as a whole", [key for key, _ in decision.beside] == keys)
-        require("S1 a roll says what was decided", _read(head, decision.beside) == decided)
-    else:
-        require("S1 a new round has a new roll", old is not None and old.number == head.number)
-    kept = old is None or old.number != head.number or (old.roll, old.chunks) == (head.roll, head.chunks)
-    require("S1 one membership a round", kept)
-    ends = [roll_key(prefix, head.roll, chunk) for chunk in (0, head.chunks - 1)]
-    require("S1 a round keeps its roll", not any(key in span for span in decision.deletes for key in ends))
+    chunks = [chunk_key(prefix, head.name, chunk) for chunk in range(head.chunks)]
+    require("S1 seats are written as a whole", keys[1:] == chunks if head.number else not keys)
+    require("S1 seats are what was decided", seated(prefix, head, dict(decision.puts)) == in_order(new, head.by))
 
 
-def _read(head: RoundHead, roll: Sequence[tuple[str, bytes]]) -> Round | None:
-    """The round that a reader gets; None for none."""
-    try:
-        return round_of("", head, (parse_chunk(key, value) for key, value in roll))
-    except StateError:
-        return None
+def in_order(round_: Round, by: str) -> Round:
+    """The round as its readers get it: members that are away have no order of their own."""
+    return replace(round_, away=tuple(sorted(round_.away, key=lambda one: one.member)), by=by)
 
 
 # -- quorums ----------------------------------------------------------------------------------------------------
@@ -187,7 +152,6 @@ def _check_seats(situation: QuorumSituation, answered: Mapping[str, int], new: Q
     members = {one.member: one for one in situation.members}
     require("S1 one seat for each", len(new.names) == len(new.seated) == len(new.seats))
     require("S1 only live members are seated", members.keys() >= new.seated.keys())
-    require("S1 only known requests are answered", all(members[seat.member].is_whole for seat in new.seats))
     asked = all(
         (members[seat.member].asked, members[seat.member].request) == (seat.asked, seat.request) for seat in new.seats
     )
@@ -219,7 +183,7 @@ def _check_namesakes(situation: QuorumSituation, answered: Mapping[str, int], ne
 
 
 def _asks_now(one: QuorumCandidate, answered: Mapping[str, int]) -> bool:
-    return one.is_whole and one.asked > answered.get(one.member, 0)
+    return one.asked > answered.get(one.member, 0)
 
 
 def _was_answered(one: QuorumCandidate, answered: Mapping[str, int]) -> bool:
@@ -277,12 +241,10 @@ def checked() -> Iterator[None]:
         undo.callback(setattr, rounds.RendezvousPolicy, "_publish", publish)
 
         @functools.wraps(publish)
-        def publishing(
-            self: Any, wanted: Publish[Round], previous: Round | None, head: RoundHead | None, *more: Any, **flags: bool
-        ) -> Any:
-            decision = publish(self, wanted, previous, head, *more, **flags)
-            check_roll(self._prefix, head, wanted.record, decision)
-            check_fences(self._prefix, previous, wanted.record.number, decision)
+        def publishing(self: Any, wanted: Publish[Round], previous: Round | None, me: str) -> Any:
+            decision = publish(self, wanted, previous, me)
+            check_seats(self._prefix, previous, wanted.record, decision)
+            check_fences(self._prefix, previous, wanted.record, decision)
             return decision
 
         rounds.RendezvousPolicy._publish = publishing  # type: ignore[method-assign]

@@ -52,7 +52,7 @@ def _end_duty() -> None:
 
 def _close_stores() -> None:
     """A store that was dropped stays open until the process ends, which is not what the next test should wait for."""
-    if (module := sys.modules.get("ftcoord.store.store")) is not None:  # most tests need no torch
+    if (module := sys.modules.get("ftcoord.store")) is not None:  # most tests need no torch
         for end in concurrency._ends.copy():
             known = end._finalizer.peek()
             if known is not None and isinstance(known[0], module.EtcdStore):

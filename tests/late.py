@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ftcoord.config import EtcdConfig
 from ftcoord.errors import Compacted
-from ftcoord.etcd.api import Span, Watch, WatchItem
+from ftcoord.etcd.api import Began, Span, Watch, WatchItem
 from ftcoord.etcd.client import SharedClient
 
 Deliver = Callable[[WatchItem], None]
@@ -39,9 +39,12 @@ class Late(SharedClient):
                 deliver(Compacted(1))
 
     def watch(self, span: Span, start_revision: int, deliver: Deliver, **how: bool) -> Watch:
+        begins = [True]
+
         def late(item: WatchItem) -> None:
             with self._turn:
-                if self._held is None:
+                is_first, begins[:] = bool(begins), []
+                if self._held is None or (is_first and isinstance(item, Began)):  # else nobody could join now
                     deliver(item)
                 else:
                     self._held.append((deliver, item))

@@ -18,18 +18,9 @@ from held import TIMER, WORKER, timers_kv
 from helpers import DEADLINE
 
 from ftcoord import concurrency
-from ftcoord.core import history, quorum_head, quorum_records, rendezvous_records
+from ftcoord.core import history, quorum_records, rendezvous_records
 from ftcoord.core.history import HistoryEvent
-from ftcoord.core.layout import (
-    KEY_PREFIX,
-    decided_key,
-    event_key,
-    member_id,
-    member_key,
-    quorum_prefix,
-    roster_key,
-    run_prefix,
-)
+from ftcoord.core.layout import KEY_PREFIX, decided_key, event_key, member_id, member_key, quorum_prefix, run_prefix
 from ftcoord.core.quorum_records import QuorumSeat
 from ftcoord.core.rendezvous_records import Seat
 from ftcoord.etcd.api import Put
@@ -59,7 +50,7 @@ def write_run(client: EtcdClient, job: str, hosts: Sequence[str]) -> list[int]:
     most = len(hosts)
     seats = tuple(Seat(member_id(lease), f"node{at}", hosts[at]) for at, lease in enumerate(leases))
     record = builders.round_(1, seats, ready=True, limits=(1, most))
-    puts = [Put(decided_key(prefix), rendezvous_records.encode(record))]
+    puts = [Put(key, value) for key, value in builders.round_keys(prefix, record).items()]
     for at, lease in enumerate(leases):
         ask = builders.ask(f"node{at}", port=29500, host=hosts[at], nonce=f"n{at}", seated=1, limits=(1, most))
         puts.append(Put(member_key(prefix, member_id(lease)), rendezvous_records.encode(ask), lease))
@@ -97,9 +88,7 @@ def write_quorum(client: EtcdClient, job: str, steps: Mapping[str, int]) -> None
         client.put(member_key(prefix, member_id(lease)), quorum_records.encode(record), lease)
         seats.append(QuorumSeat(member_id(lease), 1, request))
     quorum = builders.quorum(1, tuple(seats), created=1.7e9)
-    key = decided_key(prefix)
-    head, roster = quorum_head.encode_quorum(quorum)
-    client.txn((), [Put(key, head), Put(roster_key(key), roster)])
+    client.put(decided_key(prefix), quorum_records.encode_quorum(quorum))
 
 
 class PrefixProxy:

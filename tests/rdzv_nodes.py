@@ -27,7 +27,7 @@ from helpers import DEADLINE, eventually, freeze
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
-from ftcoord.core.rendezvous_records import Round
+from ftcoord.core.rendezvous_records import RoundHead
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Get, KeyValue, Span
@@ -90,11 +90,15 @@ class Node:
         """Whether the agent would come back to the rendezvous."""
         return self.handler.num_nodes_waiting() > 0
 
-    def member(self) -> Membership[Round]:
+    def member(self) -> Membership[RoundHead]:
         """This node in the group, as it is now."""
         member = self.handler._node.participant.member
         assert member is not None
         return member
+
+    def decides(self) -> bool:
+        """Whether it has the office, as far as it knows."""
+        return self.member().group._office.is_held
 
     def lease(self) -> int:
         """The lease this node lives under now."""
@@ -142,6 +146,13 @@ def is_waiting(node: Node, join: Future[Seat]) -> bool:
     """Whether the node's ask is in etcd, and it has looked at what was decided and found no seat yet."""
     member, waiters = node.handler._node.participant.member, node.handler._node._changed._waiters  # type: ignore[attr-defined]
     return member is not None and member.entered and bool(waiters) and not join.done()
+
+
+def decider_first(nodes: Sequence[Node]) -> list[Node]:
+    """The same nodes, the one that decides first: it sees at once that its own key is gone, and is back in its seat
+    before anybody misses it. Another one learns of that when it renews its lease."""
+    first = eventually(lambda: [node for node in nodes if node.decides()], what="one of the nodes decides")
+    return [*first, *(node for node in nodes if node not in first)]
 
 
 class Nodes:

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent / "cluster"))
 
 import grpc
+from below import descendants
 from clusters import LocalCluster, client_of
 from forgettable import KEPT, MAKERS
 from helpers import eventually
@@ -27,11 +28,10 @@ from lines import Lines
 from load import Guarded, Run, StoreLoad, Training
 from victims import KILLED, a_process
 
-from ftcoord.demo.run import descendants
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.messages import declare
 
-PREFIX = "/ftcoord/v1/"
+PREFIX = "/ftcoord/v2/"
 TRAINING = "training"
 """Its last quorum is remembered for days, so that no id comes twice."""
 DROPPED = "dropped"

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ftcoord.commands.flags import ETCD_KEYS, JOB, OUTPUT_FLAGS, Flag, add_command, client_of, who
-from ftcoord.commands.output import HEALTHY, NOT_DONE, Terminal
+from ftcoord.commands import shared
+from ftcoord.commands.shared import Flag, Terminal, add_command
 from ftcoord.config import full_text, seconds, switch
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import neutral
 from ftcoord.operator import orders
-from ftcoord.operator.report import Done
 
 _REASON: Final = Flag("--reason TEXT", "FTCOORD_REASON", "the reason, recorded for others to read", full_text, None)
 _FORCE: Final = Flag("--force", "FTCOORD_DRAIN_FORCE", "drain even if too few nodes stay for a round", switch, 0)
@@ -23,13 +22,13 @@ _MEMBER: Final = "the member's host, node id, replica id (its uuid may be left o
 
 
 def add_commands(commands: Any) -> None:
-    flags = (*ETCD_KEYS, _YES, *OUTPUT_FLAGS)
-    add_command(commands, evict, JOB, Flag("NODE", "", _MEMBER, full_text), _REASON, *flags)
+    flags = (*shared.ETCD_KEYS, _YES, *shared.OUTPUT_FLAGS)
+    add_command(commands, evict, shared.JOB, Flag("NODE", "", _MEMBER, full_text), _REASON, *flags)
     node = Flag("NODE", "", "the node's host, node id or member id", full_text)
-    add_command(commands, drain, JOB, node, _REASON, _FORCE, *flags)
-    add_command(commands, close, JOB, _REASON, *flags)
+    add_command(commands, drain, shared.JOB, node, _REASON, _FORCE, *flags)
+    add_command(commands, close, shared.JOB, _REASON, *flags)
     replica = Flag("REPLICA", "", "the replica's id; its uuid may be left out", full_text)
-    add_command(commands, kill, JOB, replica, _REASON, _WAIT, *flags)
+    add_command(commands, kill, shared.JOB, replica, _REASON, _WAIT, *flags)
 
 
 def evict(options: argparse.Namespace) -> int:
@@ -38,11 +37,7 @@ def evict(options: argparse.Namespace) -> int:
     The others read the cause. If the member's process is still alive, it rejoins as a new member: stop the process or
     the host to keep it out.
     """
-    cause, job = orders.because(f"evicted by {who()}", options.reason), options.job
-    with client_of(options) as etcd:
-        members = orders.find_members(etcd, options.key_prefix, job, options.node)
-        _ask(options, [f"evict {one} from {job!r}" for one in members])
-        return _report(options, orders.evict_members(etcd, job, members, cause=cause, by=who()))
+    return _give(options, options.node)
 
 
 def drain(options: argparse.Namespace) -> int:
@@ -51,26 +46,15 @@ def drain(options: argparse.Namespace) -> int:
     Recalls the current round. The other nodes form a new round, and the node's agent exits with status 0. Processes
     that joined through init_method never return for a new round, so drain does not stop them.
     """
-    reason, job = orders.because(f"was drained by {who()}", options.reason), options.job
-    with client_of(options) as etcd:
-        of, force, timeout = (etcd, options.key_prefix, job), options.force, etcd.config.request_timeout
-        leaver = orders.find_leavers(*of, options.node, force=force)[0]
-        _ask(options, [f"have {leaver.node} on {leaver.host} leave {job!r}"])
-        # By its node: others may have gone, and a round may have begun, while the user thought about it.
-        done = orders.drain(*of, leaver.node, reason=reason, by=who(), timeout=timeout, force=force)
-        return _report(options, done)
+    return _give(options, options.node, force=bool(options.force))
 
 
 def close(options: argparse.Namespace) -> int:
     """End a run for all of its nodes.
 
-    Each node exits with an error that names the user who closed the run.
+    Each node exits with an error that names the user shared.who closed the run.
     """
-    reason, job = orders.because(f"closed by {who()}", options.reason), options.job
-    with client_of(options) as etcd:
-        of, timeout = (etcd, options.key_prefix, job), etcd.config.request_timeout
-        _ask(options, [f"close {job!r} for its {orders.nodes_of_run(*of)} nodes: each ends with an error"])
-        return _report(options, orders.close_job(*of, reason=reason, by=who(), timeout=timeout))
+    return _give(options)
 
 
 def kill(options: argparse.Namespace) -> int:
@@ -78,19 +62,24 @@ def kill(options: argparse.Namespace) -> int:
 
     Orders the manager to exit, and waits until it is gone. This also works for replicas behind `ftcoord gateway`.
     """
-    message, job = orders.because(f"killed by {who()}", options.reason), options.job
-    with client_of(options) as etcd:
-        of = etcd, options.key_prefix, job
-        replica = orders.replica_called(*of, options.replica)
-        _ask(options, [f"end the process of the manager of {replica!r} of {job!r}"])
-        done = orders.kill_replica(*of, replica, message=message, wait=options.wait, by=who())
-        return _report(options, done)
+    return _give(options, options.replica, wait=options.wait)
 
 
-def _ask(options: argparse.Namespace, what: Sequence[str]) -> None:
+def _give(options: argparse.Namespace, name: str = "", **more: Any) -> int:
+    """Give the order of the command's name, and show what was done; the exit code."""
+    with shared.client_of(options) as etcd:
+        order = orders.Order(options.run.__name__, options.job, name, shared.who(), options.reason or "", **more)
+        about, carry_out = orders.planned(etcd, options.key_prefix, order, etcd.config.request_timeout)
+        if not options.yes:
+            _ask(about)
+        done = carry_out()
+    lines = [*map(neutral, done.did), *(f"left alone: {neutral(one)}" for one in done.left)]
+    Terminal.of(options).show(done, lines or ["there was nothing to do"])
+    return shared.HEALTHY if done.did else shared.NOT_DONE
+
+
+def _ask(what: Sequence[str]) -> None:
     """Ask for confirmation. Raises ConfigError without a terminal, and NothingThere for a no."""
-    if options.yes:
-        return
     if not sys.stdin.isatty():
         raise ConfigError("--yes", None, "there is no terminal to ask at, so give it to do this")
     for line in what:
@@ -98,10 +87,3 @@ def _ask(options: argparse.Namespace, what: Sequence[str]) -> None:
     print("do it? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise orders.NothingThere("nothing was done")
-
-
-def _report(options: argparse.Namespace, done: Done) -> int:
-    """Show what was done; the exit code."""
-    lines = [*map(neutral, done.did), *(f"left alone: {neutral(one)}" for one in done.left)]
-    Terminal.of(options).show(done, lines or ["there was nothing to do"])
-    return HEALTHY if done.did else NOT_DONE

@@ -38,13 +38,13 @@ class Job:
         scheme: etcd, or etcds for TLS; with +srv for members that DNS names.
         endpoints: a comma-separated list, or with +srv a domain; empty takes those of the environment, or
             127.0.0.1:2379.
-        name: the job's name; its keys are below `/ftcoord/v1/<name>/quorum`.
+        name: the job's name; its keys are below `/ftcoord/v2/<name>/quorum`.
         min_replicas: the fewest replicas that form a quorum.
         join_timeout_ms: how long a quorum waits for replicas that are alive but do not ask.
         heartbeat_timeout_ms: how long a replica counts as alive after its last beat; see `heartbeat_timeout`.
         allow_kill: 1 if anyone whom a manager's port serves may end its process; else 0.
         native: 1 if a manager's port serves torchft's own classes too, and so anyone who reaches it; else 0.
-        bind: the address at which managers listen; empty for the one that they publish.
+        bind: the address at which managers and who decides listen; empty for the one that they publish.
     """
 
     scheme: str

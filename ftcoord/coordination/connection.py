@@ -97,7 +97,7 @@ def own_place(bind: str, hostname: str, job: Job) -> tuple[str, str]:
     """
     host, colon, port = bind.rpartition(":")
     if job.bind:
-        return f"{in_url(job.bind)}:{port}", hostname if job.bind in _EVERYWHERE else job.bind
+        return f"{in_url(job.bind)}:{port}", hostname if is_everywhere(job.bind) else job.bind
     if not colon or host != UNSET:
         return bind, hostname
     name = hostname.removeprefix("[").removesuffix("]")
@@ -106,7 +106,7 @@ def own_place(bind: str, hostname: str, job: Job) -> tuple[str, str]:
     outside = [one for one in own if not ip_address(one).is_loopback]
     if outside:
         return f"{in_url(outside[0])}:{port}", hostname
-    if own and name not in own and name != "localhost" and (towards := _address_towards_etcd(job)):
+    if own and name not in own and name != "localhost" and (towards := address_towards_etcd(job)):
         return f"{in_url(towards)}:{port}", towards
     if own:
         return f"{in_url(own[0])}:{port}", hostname
@@ -117,6 +117,11 @@ def own_place(bind: str, hostname: str, job: Job) -> tuple[str, str]:
         ", ".join(known) or "it does not resolve",
     )
     return bind, hostname
+
+
+def is_everywhere(bind: str) -> bool:
+    """Whether it stands for all addresses of a host."""
+    return bind in _EVERYWHERE
 
 
 def _addresses(name: str) -> list[str]:
@@ -138,7 +143,7 @@ def _is_own(address: str) -> bool:
     return True
 
 
-def _address_towards_etcd(job: Job) -> str:
+def address_towards_etcd(job: Job) -> str:
     """The address from which this host reaches etcd; empty if that is on loopback."""
     found = own_addresses(job.config())
     return next((one for one in found if not ip_address(one.partition("%")[0]).is_loopback), "")

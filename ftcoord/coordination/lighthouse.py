@@ -83,7 +83,7 @@ class LighthouseServer:
 class LighthouseClient:
     """Takes part in the quorums of a job, for any number of replica ids. Thread-safe.
 
-    The job's keys are below `/ftcoord/v1/<job>/quorum`.
+    The job's keys are below `/ftcoord/v2/<job>/quorum`.
 
     Args:
         addr: `etcd://h1:2379,h2:2379/job?min_replicas=2&join_timeout_ms=60000`, or `LighthouseServer.address()`.

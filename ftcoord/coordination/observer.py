@@ -18,9 +18,8 @@ from ftcoord.coordination.address import Job
 from ftcoord.coordination.connection import connect, torchft_errors
 from ftcoord.coordination.types import Quorum as QuorumReply
 from ftcoord.coordination.types import quorum_reply
-from ftcoord.core.layout import decided_key, decided_span, member_key, member_of, members_span, roster_key
-from ftcoord.core.quorum_head import parse_quorum
-from ftcoord.core.quorum_records import QuorumRecord, parse_replica
+from ftcoord.core.layout import decided_key, member_key, member_of, members_span, record_span
+from ftcoord.core.quorum_records import QuorumRecord, parse_quorum, parse_replica
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Etcd, Get, KeyValue
 from ftcoord.etcd.client import SharedClient
@@ -79,7 +78,7 @@ class Observer:
         self._failure: BaseException | None = None
         self._informers: list[Informer] = []
         if any((on_quorum, on_lost)):
-            spans = [decided_span(prefix), members_span(prefix)]
+            spans = [record_span(prefix), members_span(prefix)]
             # Weak references: the informer's thread must not keep this object alive.
             with contextlib.ExitStack() as undo:
                 undo.callback(self._etcd.close)  # where no thread can be started
@@ -97,7 +96,7 @@ class Observer:
     def quorum(self) -> QuorumReply | None:
         """The last quorum; None before the first. Costs one read. Raises RuntimeError when etcd does not answer."""
         with self._answering():
-            found = self._etcd.range(Get(decided_span(self._prefix)))
+            found = self._etcd.range(Get(record_span(self._prefix)))
             decided = _quorum_in({kv.key: kv for kv in found.kvs}, self._prefix)
             return quorum_reply(decided) if decided is not None else None
 
@@ -150,8 +149,7 @@ def _quorum_in(kvs: Mapping[str, KeyValue], prefix: str) -> QuorumRecord | None:
     decided = kvs.get(decided_key(prefix))
     if decided is None:
         return None
-    roster = kvs.get(roster_key(decided.key))
-    return parse_quorum(decided.key, decided.value, roster.value if roster else None)
+    return parse_quorum(decided.key, decided.value)
 
 
 def _call(callback: Callable[..., object], *arguments: Any) -> None:
@@ -355,15 +353,14 @@ class _Vigil:
         head, revision = decided_key(self._job.prefix), 0  # the newest
         for _ in range(LOOKED_BACK):
             try:
-                kvs = self._etcd.range(Get(decided_span(self._job.prefix), revision=revision)).kvs
+                kvs = self._etcd.range(Get(record_span(self._job.prefix), revision=revision)).kvs
             except RequestRefused as error:
                 log.debug("etcd's history ends: %s", error)
                 break
             found = {kv.key: kv for kv in kvs}
             if head not in found:
                 break
-            roster = found.get(roster_key(head))
-            quorum = parse_quorum(head, found[head].value, roster.value if roster else None)
+            quorum = parse_quorum(head, found[head].value)
             if quorum.id == self._quorum_id:
                 return {seat.member: seat.request.replica_id for seat in quorum.seats}
             if quorum.id < self._quorum_id:

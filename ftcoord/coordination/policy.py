@@ -9,30 +9,35 @@ from typing import Final, NamedTuple
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
+from ftcoord.coordination.asks import AskDesk, line_of, release
+from ftcoord.core.asks import Ask, OpenAsk
 from ftcoord.core.death_records import KnownCause
 from ftcoord.core.history import NOT_ASKING, HistoryEvent, gone_seats, quorum_events, signed
-from ftcoord.core.layout import decided_key, member_key, member_of, roster_key
+from ftcoord.core.layout import decided_key, member_key, member_of
 from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide, outlook
-from ftcoord.core.quorum_head import Roster, encode_quorum, parse_quorum, parse_roster
 from ftcoord.core.quorum_records import (
-    Profile,
     QuorumRecord,
     QuorumRequest,
     ReplicaRecord,
-    digest_of,
     encode,
+    encode_quorum,
+    parse_quorum,
     parse_replica,
 )
-from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
-from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict, Wait
+from ftcoord.core.strict import LARGEST_DECIDED_STEP, LARGEST_STEP, check_step
+from ftcoord.core.verdict import Next, Outlook, Publish, Verdict, Wait
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.parse_cache import ParsedKeys
 from ftcoord.primitives.group.policy import ReadBack, View
-from ftcoord.primitives.group.use import Use
+from ftcoord.primitives.group.use import Asking, Use
 
 log = logging.getLogger(__name__)
 
+GATHERS: Final = 0.3
+"""Seconds for which a new decider waits for those that asked the one before,"""
+GATHERS_PER_SEAT: Final = 0.001
+"""and for each seat of the last quorum: so long takes it until all have connected."""
 _KEPT: Final = 4
 """Quorums that a process keeps, as last read or written."""
 
@@ -43,21 +48,21 @@ class _Quorums:
 
     def __init__(self) -> None:
         # Any thread, one step of a dict at a time; if two parse the same, the last one stays.
-        self._known: dict[tuple[str, bytes, bytes | None], QuorumRecord] = {}
+        self._known: dict[tuple[str, bytes], QuorumRecord] = {}
 
-    def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
+    def read(self, key: str, value: bytes) -> QuorumRecord:
         """As `parse_quorum`. Raises StateError."""
-        quorum = self._known.get((key, value, roster))
+        quorum = self._known.get((key, value))
         if quorum is None:
-            quorum = parse_quorum(key, value, roster)
-            self.note(key, value, roster, quorum)
+            quorum = parse_quorum(key, value)
+            self.note(key, value, quorum)
         return quorum
 
-    def note(self, key: str, value: bytes, roster: bytes | None, quorum: QuorumRecord) -> None:
+    def note(self, key: str, value: bytes, quorum: QuorumRecord) -> None:
         """Note the quorum that `parse_quorum` would return for these values."""
         for known in [*self._known.values()]:
             quorum.share_names(known)
-        self._known[key, value, roster] = quorum
+        self._known[key, value] = quorum
         for old in [*self._known][:-_KEPT]:
             self._known.pop(old, None)
 
@@ -72,16 +77,15 @@ class HighestSeen:
     def __init__(self) -> None:
         self._lock = concurrency.lock("HighestSeen._lock")  # two threads may read a record at the same time
         self.highest: Highest = NOTHING_HEARD
-        self._tried: Highest = NOTHING_HEARD
         self._last: QuorumRecord | None = None
         self.taken: QuorumRecord | None = None
         """The last quorum that this replica took part in, as its caller was told."""
         self.answered = -1
         """The number of the request that it answered; -1 before there is one."""
 
-    def read(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
+    def read(self, key: str, value: bytes) -> QuorumRecord:
         """Parse a decided record, and remember it. Raises StateError."""
-        quorum = _quorums.read(key, value, roster)
+        quorum = _quorums.read(key, value)
         with self._lock:
             if self.highest != NOTHING_HEARD:
                 check_step(key, max(quorum.number, quorum.id), self.highest.either, LARGEST_DECIDED_STEP)
@@ -101,26 +105,14 @@ class HighestSeen:
 
     def note(self, member: ReplicaRecord) -> None:
         """Remember what a member knows, too: it may be gone when the next quorum is decided."""
+        self.heard(member.heard, member.after)
+
+    def heard(self, number: int, id_: int) -> None:
+        """Remember what somebody knows."""
         known = self.highest
-        if member.heard > known.number or member.after > known.id:
+        if number > known.number or id_ > known.id:
             with self._lock:
-                self.highest = self.highest.and_(member.heard, member.after)
-
-    def tries(self, quorum: QuorumRecord) -> None:
-        """Remember what this replica is about to decide: it may learn neither that it succeeded, nor of the quorum."""
-        with self._lock:
-            self._tried = self._tried.and_of(quorum)
-
-    @property
-    def perhaps(self) -> Highest:
-        """The highest values, including what this replica has tried to decide: others may have seen that."""
-        with self._lock:
-            return self.highest.and_(self._tried.number, self._tried.id)
-
-    def has_profile_of(self, request: QuorumRequest) -> bool:
-        """Whether the quorum that was read last has a seat for this replica, with the same profile."""
-        last = self._last
-        return last is not None and last.has_profile_of(request)
+                self.highest = self.highest.and_(number, id_)
 
 
 class _Heard(NamedTuple):
@@ -156,8 +148,8 @@ class QuorumPolicy:
         self._prefix, self._options, self._seen, self._wall_clock = prefix, options, seen, wall_clock
         self._causes = causes
         self._members = ParsedKeys(parse_replica)
-        self._decided: tuple[KeyValue, KeyValue | None] | None = None
-        self._last: tuple[QuorumRecord | None, Roster | None] = None, None
+        self._decided: KeyValue | None = None
+        self._last: QuorumRecord | None = None
         """The last result of `_read_decided`."""
         self._known: dict[str, _Heard] = {}
         self._said = ""
@@ -165,36 +157,26 @@ class QuorumPolicy:
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record cannot be read by this version, and EtcdError."""
-        previous, roster = self._read_decided(view)
-        self._note(view, previous.profiles if previous else {})
-        alive = [known.candidate for known in self._known.values()]
-        highest = self._highest(view)
+        previous = self._read_decided(view)
+        self._note(view)
+        alive = self._candidates(view.asks)
+        highest = self._seen.highest
         created = self._wall_clock()
         unreadable = len(self._members.unreadable)
-        situation = QuorumSituation(alive, previous, view.decided_at, highest, created, me, unreadable)
+        gathers_until = view.took_at + GATHERS + GATHERS_PER_SEAT * (len(previous.seats) if previous else 0)
+        situation = QuorumSituation(
+            alive, previous, view.decided_at, highest, created, me, unreadable, gathers_until=gathers_until
+        )
         verdict = decide(situation, self._options, now)
         self._say(verdict.reason)
         if isinstance(verdict, Publish):
             record = verdict.record
-            encoded = self._encoded(verdict, roster)
-            published = self._readable.passed(encoded, lambda one: self._read_back(one, view, record), now)
+            encoded = self._encoded(verdict)
+            published = self._readable.passed(encoded, lambda one: self._read_back(one, record), now)
             if isinstance(published, Wait):
                 return published
-            self._seen.tries(record)
             return replace(published, events=signed(self._events(previous, record), me, int(created * 1000)))
         return Wait(verdict.reason, verdict.until, verdict.rule)
-
-    def _highest(self, view: View) -> Highest:
-        """The highest values that may have been given. As long as the record is there its revision tells what was
-        decided.
-
-        If it was deleted, others may have decided what is not known here, and each decision had a revision of its own,
-        before the one at which the record was missing. So what is counted from there was never given. Only a job's
-        first quorum has nothing to count from: nobody has heard of one, and etcd has no era.
-        """
-        highest = self._seen.perhaps if view.vanished else self._seen.highest
-        is_first = not view.has_era and highest == NOTHING_HEARD
-        return highest if is_first or not view.missing_at else highest.and_(view.missing_at, view.missing_at)
 
     def _events(self, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
         """The events for the history of a decision: none, at the cost of no request, in a step of the same members."""
@@ -212,31 +194,27 @@ class QuorumPolicy:
         """Of members that are not in the next quorum, those that are there."""
         return {member: NOT_ASKING for member in gone if member_key(self._prefix, member) in self._known}
 
-    def _encoded(self, decision: Publish[QuorumRecord], known: Roster | None) -> Publish[bytes]:
+    def _encoded(self, decision: Publish[QuorumRecord]) -> Publish[bytes]:
         """The same decision, encoded for etcd."""
-        head, changed = encode_quorum(decision.record, known)
-        puts = [] if changed is None else [(roster_key(decided_key(self._prefix)), changed)]
-        return Publish(head, decision.reason, decision.rule, puts, nothing_follows=decision.nothing_follows)
+        value = encode_quorum(decision.record)
+        return Publish(value, decision.reason, decision.rule, nothing_follows=decision.nothing_follows)
 
-    def _read_back(self, decision: Publish[bytes], view: View, quorum: QuorumRecord) -> None:
+    def _read_back(self, decision: Publish[bytes], quorum: QuorumRecord) -> None:
         """Raises StateError if the others could not read this decision."""
         key = decided_key(self._prefix)
-        roster = dict(decision.puts).get(roster_key(key), view.roster.value if view.roster else None)
-        parse_quorum(key, decision.record, roster)
-        _quorums.note(key, decision.record, roster, quorum)
+        parse_quorum(key, decision.record)
+        _quorums.note(key, decision.record, quorum)
 
-    def _read_decided(self, view: View) -> tuple[QuorumRecord | None, Roster | None]:
-        """The last quorum, and its roster as stored in etcd. Raises StateError."""
-        decided, roster = view.decided, view.roster
+    def _read_decided(self, view: View) -> QuorumRecord | None:
+        """The last quorum. Raises StateError."""
+        decided = view.decided
         if decided is None:
-            return None, None
-        if (decided, roster) != self._decided:
-            quorum = self._seen.read(decided.key, decided.value, roster.value if roster else None)
-            self._last = quorum, parse_roster(roster.key, roster.value) if roster else None
-            self._decided = decided, roster
+            return None
+        if decided != self._decided:
+            self._last, self._decided = self._seen.read(decided.key, decided.value), decided
         return self._last
 
-    def _note(self, view: View, profiles: Mapping[str, Profile]) -> None:
+    def _note(self, view: View) -> None:
         """The members, and what each was when it asked. A repeated write does not change since when it asks."""
         before, self._known = self._known, {}
         for kv, record in self._members.of(view.members, self._seen.highest.either):
@@ -245,12 +223,36 @@ class QuorumPolicy:
             if known is None or known.kv != kv:
                 same = known.candidate if known and known.record.asked == record.asked else None
                 since, asked_at = (same.joined, same.asked_at) if same else (view.seen[kv.key], kv.mod_revision)
-                known = _Heard(kv, record, _candidate(kv, record, profiles, since, asked_at))
+                known = _Heard(kv, record, _candidate(kv, record, since, asked_at))
                 self._seen.note(record)
-            elif not known.candidate.is_whole:  # there may be another roster now
-                one = known.candidate
-                known = known._replace(candidate=_candidate(kv, record, profiles, one.joined, one.asked_at))
             self._known[kv.key] = known
+
+    def _candidates(self, asks: Mapping[str, OpenAsk]) -> list[QuorumCandidate]:
+        """Each member with what it asks: by its key, or the decider itself, whatever it asked last."""
+        found = []
+        for known in self._known.values():
+            one = asks.get(known.candidate.member)
+            if one is not None and one.ask.serial > known.record.asked:
+                found.append(self._asking(known, one))
+            else:
+                found.append(known.candidate)
+        return found
+
+    def _asking(self, known: _Heard, one: OpenAsk) -> QuorumCandidate:
+        ask = one.ask
+        if ask.highest <= self._seen.highest.either + LARGEST_STEP:  # else nobody has counted to it
+            self._seen.heard(ask.heard, ask.after)
+        return QuorumCandidate(
+            ask.member,
+            ask.request,
+            ask.serial,
+            0,
+            one.first_at,
+            known.kv.create_revision,
+            one.first_seen_at,
+            one.seen_at,
+            order=one.order,
+        )
 
     def _say(self, reason: str) -> None:
         if reason != self._said:
@@ -258,11 +260,10 @@ class QuorumPolicy:
             log.debug("%s", reason)
 
 
-def _candidate(
-    kv: KeyValue, record: ReplicaRecord, profiles: Mapping[str, Profile], since: float, asked_at: int
-) -> QuorumCandidate:
-    member = member_of(kv.key)
-    return QuorumCandidate.of(member, record, profiles, since, kv.create_revision, asked_at, kv.mod_revision)
+def _candidate(kv: KeyValue, record: ReplicaRecord, since: float, asked_at: int) -> QuorumCandidate:
+    return QuorumCandidate.of(
+        member_of(kv.key), record, joined=since, came_at=kv.create_revision, asked_at=asked_at, wrote_at=kv.mod_revision
+    )
 
 
 UNNUMBERED: Final = -1
@@ -272,34 +273,42 @@ UNNUMBERED: Final = -1
 class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
     """The quorums of one job, as one replica asks for them.
 
-    A new request is written without its profile if the last quorum has the same one, and the request before was
-    answered. If the outlook then says that the profile is unknown, the request is written in full. A request that waits
-    is also written in full when it is repeated: others may have missed the quorum that has its
-    profile, and somebody may have deleted that. If several calls wait, the last one's request counts for all of them:
+    If several calls wait, the last one's request counts for all of them:
     an earlier call that has to write again writes that one.
 
     Args:
         job: the job and its rules.
         replica_id: the replica's name.
         causes: see `QuorumPolicy`.
+        wake: has waiting calls look again; called on any thread.
     """
-
-    has_roster = True
 
     def __init__(
         self,
         job: Job,
         replica_id: str,
         causes: Callable[[Iterable[str]], Mapping[str, KnownCause]],
+        wake: Callable[[], None],
     ) -> None:
         self._job, self._replica_id, self._causes = job, replica_id, causes
-        self._seen = HighestSeen()
+        self._seen, self._wake = HighestSeen(), wake
+        self._newest_lock = concurrency.lock("QuorumUse._newest_lock")
+        self._newest: QuorumRecord | None = None  # guarded by it
         # The numbers of requests: the last one, written by `stamp`, and the last one that needs no answer any more,
         # written by `nobody_asks`. Both only grow, and no request is stamped before its call is counted.
         self._asked = self._closed = 0
         self._last: ReplicaRecord | None = None
         """The request with the number `_asked`; only `stamp`."""
         self._writes = 0
+        self._line = line_of(job, _quorums.read)
+        self._asking: Asking | None = None  # any thread, as the next ones; only `call` changes it
+        self._answered = 0
+        """The number of the last request that is known to be answered; only grows."""
+        self._must_write = False
+        """Whether the last request is to be written, since there is no other way to the decider."""
+        self.why = ""
+        """Why nothing is decided, as the decider has told last; empty if it has not."""
+        self._has_left = False
 
     @property
     def prefix(self) -> str:
@@ -310,10 +319,12 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         return QuorumPolicy(self.prefix, job.options, self._seen, self._causes)
 
     def parse(self, key: str, value: bytes) -> QuorumRecord:
-        return self.parse_with_roster(key, value, None)
-
-    def parse_with_roster(self, key: str, value: bytes, roster: bytes | None) -> QuorumRecord:
-        return self._seen.read(key, value, roster)
+        """The record; or a later one, if that was read before: an answer and a watch may overtake each other."""
+        record, self.why = self._seen.read(key, value), ""
+        with self._newest_lock:
+            if self._newest is None or record.number >= self._newest.number:
+                self._newest = record
+            return self._newest
 
     def takes(self, quorum: QuorumRecord, asked: int) -> None:
         """The replica takes part in this quorum, which answers its request number `asked`: its caller is told of it."""
@@ -323,41 +334,88 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
 
     def stamp(self, ask: ReplicaRecord) -> ReplicaRecord:
         self._writes += 1
+        now = self._seen.highest
         if ask.asked == UNNUMBERED:
-            is_known = self._seen.answered == self._asked and self._seen.has_profile_of(ask.request)
             self._asked += 1
-            profile = digest_of(ask.request.profile) if is_known else ""
-            now = self._seen.highest
-            said = (self._asked, now.id, self._writes, profile, now.number, self._job.min_replicas)
+            said = (self._asked, now.id, self._writes, now.number, self._job.min_replicas)
             self._last = ReplicaRecord(ask.request, *said)
             return self._last
         if self._last is not None and 0 < ask.asked < self._asked:
             ask = self._last  # else nobody would know of the last request any longer
-        now, profile = self._seen.highest, ask.profile if ask.asked <= self._closed else ""
-        said = (ask.asked, now.id, self._writes, profile, now.number, self._job.min_replicas)
+        said = (ask.asked, now.id, self._writes, now.number, self._job.min_replicas)
         return ReplicaRecord(ask.request, *said)
 
     def encode(self, ask: ReplicaRecord) -> bytes:
         """An answered request is encoded as none, also when a new member repeats it."""
-        asked, now = ask.asked if ask.asked > self._closed else 0, self._seen.highest
+        asked, now = ask.asked if self._asks(ask) else 0, self._seen.highest
         if (asked, now.id, now.number) != (ask.asked, ask.after, ask.heard):  # a record that is written again, later
-            said = (asked, now.id, ask.beat, ask.profile, now.number, ask.min_replicas)
-            ask = ReplicaRecord(ask.request, *said)
+            ask = ReplicaRecord(ask.request, asked, now.id, ask.beat, now.number, ask.min_replicas)
         return encode(ask)
+
+    def _asks(self, ask: ReplicaRecord) -> bool:
+        """Whether a call still waits for an answer to it."""
+        return ask.asked > self._closed
+
+    # -- asking the decider itself ------------------------------------------------------------------------------------
+
+    def desk(self) -> AskDesk:
+        return AskDesk(self._job, self._line, _quorums.read)
+
+    def is_by_key(self, ask: ReplicaRecord) -> bool:
+        by_key = self._asks(ask) and self._line.is_by_key
+        self._must_write &= not by_key
+        return by_key
+
+    def resting(self, ask: ReplicaRecord) -> ReplicaRecord:
+        return replace(ask, asked=0)
+
+    def call(self, ask: ReplicaRecord, asking: Asking) -> bool:
+        if not self._asks(ask):
+            return True
+        self._must_write = False  # before the line has the ask, and may give it back
+        now, self._asking = self._seen.highest, asking
+        return self._line.ask(self, Ask(asking.id, asking.since, ask.asked, now.number, now.id, ask.request))
 
     def nobody_asks(self) -> None:
         self._closed = self._asked
+        self._line.end(self, withdraws=self._asked > self._answered)
+        self._must_write = False
+
+    def leave(self) -> None:
+        """The replica asks no more, for good. Idempotent."""
+        if not self._has_left:
+            self._has_left = True
+            self._line.end(self, withdraws=True)
+            release(self._job, self._line)
+
+    def answered(self, value: bytes, revision: int, lease: int) -> None:
+        """See `asks.Caller`, as the next ones."""
+        if self._asking is not None:
+            self._asking.answered(value, revision, lease)
+
+    def by_key(self) -> None:
+        self._must_write = True
+        self._wake()
+
+    def gone(self, member: str) -> None:
+        if self._asking is not None and self._asking.id == member:
+            self._asking.gone()
+
+    def waits(self, why: str) -> None:
+        self.why = why
 
     def rank(self, record: QuorumRecord, me: Sequence[str]) -> int | None:
         return next((rank for rank, seat in enumerate(record.seats) if seat.member in me), None)
 
     def outlook(self, record: QuorumRecord | None, me: Sequence[str], ask: ReplicaRecord) -> Outlook[ReplicaRecord]:
-        shortened = ask.request if ask.profile else None
-        found = outlook(record, me, self._replica_id, ask.asked, shortened, self._seen.taken)
+        found = outlook(record, me, self._replica_id, ask.asked, self._seen.taken)
+        if found.next is Next.WAIT and self._must_write:
+            return Outlook(found.standing, Next.WRITE, ask)
+        if found.next is Next.RETURN:
+            self._answered = max(self._answered, ask.asked)
         if found.next is not Next.WRITE:
             return found
-        again = replace(ask, asked=UNNUMBERED) if found.standing is Standing.MISSED else replace(ask, profile="")
-        return Outlook(found.standing, found.next, again)
+        return Outlook(found.standing, found.next, replace(ask, asked=UNNUMBERED))
 
 
 def idle(request: QuorumRequest) -> ReplicaRecord:

@@ -189,7 +189,7 @@ def stop_listening(listener: socket.socket) -> None:
 
 
 class Peer:
-    """A connection, at the port. For the port's thread only.
+    """A connection, at the port. For the port's thread only, but for `send`.
 
     Attributes:
         about: what the caller told about itself, unchecked.
@@ -198,6 +198,8 @@ class Peer:
     def __init__(self, connection: socket.socket, watch: Callable[[Peer], None]) -> None:
         self.about: Mapping[str, Any] = {}
         self._socket, self._watch = connection, watch
+        self._sending = concurrency.lock("Peer._sending")
+        """Held while something is sent, and when the socket is closed: another one may get its number at once."""
         self._frames, self._unsent = FrameReader(LARGEST_GREETING), bytearray()
         self._nonces: tuple[str, str] | None = None  # the caller's and the port's, after the caller's first frame
         self._until = concurrency.now() + GREETING_TIMEOUT  # to prove itself
@@ -213,16 +215,19 @@ class Peer:
         return len(self._unsent)
 
     def send(self, kind: str, payload: bytes) -> None:
-        """Send a frame, now or when the caller reads. If its connection is lost, the port reports that later."""
-        if not self.is_open:
-            return
-        self._unsent += encode_frame(kind, payload)
-        self._flush()
-        if len(self._unsent) > MOST_UNSENT:
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # which the port reads as its end
+        """Send a frame, now or when the caller reads. If its connection is lost, the port reports that later. For any
+        thread."""
+        with self._sending:
+            if not self.is_open:
+                return
+            self._unsent += encode_frame(kind, payload)
+            self._flush()
+            if len(self._unsent) > MOST_UNSENT:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # which the port reads as its end
 
     def _flush(self) -> None:
+        """With the lock held."""
         with suppress(OSError):  # BlockingIOError; or it is lost, which is read
             del self._unsent[: self._socket.send(self._unsent)]
         self._watch(self)
@@ -275,6 +280,7 @@ class Port:
         # Any thread, one step of a deque at a time; two that wake the port at the same time do so once too often:
         self._due: deque[Callable[[], None]] = deque()
         self._is_woken = self._is_closed = False
+        self._is_busy = False  # written by the thread; any reads it
         with ExitStack() as undo:
             undo.callback(self._selector.close)
             self._wakes, self._waker = socket.socketpair()
@@ -295,6 +301,14 @@ class Port:
             self._is_woken = True  # one wake for all that comes until the thread runs
             with suppress(OSError):  # enough wakes are there already, or the port was closed
                 self._waker.send(b"w")
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the handler has all that had arrived by now. For any thread."""
+        with suppress(ValueError, OSError):  # its thread has failed, and closes it
+            if self._selector.select(0):
+                return False
+        return not self._is_busy  # read last: the thread sets it before it takes anything from a socket
 
     def close_peer(self, peer: Peer, why: str) -> None:
         """Close a connection, of which the handler is told no more. For the port's thread."""
@@ -317,10 +331,11 @@ class Port:
                 batch = self._read_all(self._handler.tick())
                 if batch:
                     self._handler.handle(batch)
+                self._is_busy = False
                 self._run_due()
             self._run_due()  # answers that were submitted before `close`
         finally:
-            failure = sys.exc_info()[1]
+            failure, self._is_busy = sys.exc_info()[1], False
             for peer in (*self._unproved, *self._proved):
                 self._end(peer)
             self._selector.close()
@@ -338,6 +353,7 @@ class Port:
         """Wait until something comes, or until `due`; then read until nothing more is there."""
         batch: list[tuple[Peer, Frame | None]] = []
         ready = self._selector.select(self._timeout(due))
+        self._is_busy = True
         self._end_late()
         for _ in range(MOST_PASSES):
             is_read = False
@@ -401,7 +417,8 @@ class Port:
         if not peer.is_open:
             return  # closed in this pass, to make room
         if events & selectors.EVENT_WRITE:
-            peer._flush()
+            with peer._sending:
+                peer._flush()
         if not events & selectors.EVENT_READ:
             return
         try:
@@ -460,9 +477,10 @@ class Port:
         """Idempotent."""
         self._unproved.pop(peer, None)
         self._proved.discard(peer)
-        if peer.is_open:
-            self._selector.unregister(peer._socket)
-            stop_listening(peer._socket)
+        with peer._sending:
+            if peer.is_open:
+                self._selector.unregister(peer._socket)
+                stop_listening(peer._socket)
 
 
 # -- the caller --------------------------------------------------------------------------------------------------------

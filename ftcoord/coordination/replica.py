@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
@@ -14,22 +13,13 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.policy import QuorumUse, asking, idle, nothing_of
 from ftcoord.core.death_records import Death
-from ftcoord.core.layout import member_of, members_span
-from ftcoord.core.quorum import FAILED_COMMITS, attendance, failing
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_replica
+from ftcoord.core.quorum import FAILED_COMMITS, failing
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
 from ftcoord.core.quorum_records import encode as encode_replica
 from ftcoord.core.verdict import Standing
-from ftcoord.errors import (
-    EtcdError,
-    EtcdUnavailable,
-    LeaseLost,
-    OutcomeUnknown,
-    RequestRefused,
-    ServerError,
-    StateError,
-)
+from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, ServerError
 from ftcoord.escaping import named
-from ftcoord.etcd.api import Etcd, Get
+from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import ending, log_change
 from ftcoord.metrics import process as metrics
@@ -56,12 +46,6 @@ FIRST_LINE: Final = 5.0
 """Seconds until a waiting call logs for the first time for what it waits."""
 LINE_INTERVAL: Final = 30.0
 """Seconds between two such lines of a call."""
-LINES_PER_SECOND: Final = 100
-"""The most replicas of a job that log this in a second: all may begin to wait at the same time."""
-LAST_READ_TIMEOUT: Final = 1.0
-"""Seconds that a read of the other replicas may take when a call's time is over."""
-MEMBERS_READ: Final = 100
-"""The most members that are read for such a line; of more it has only the number."""
 
 
 class Replica:
@@ -93,7 +77,7 @@ class Replica:
         self._warned = False  # the same: whether commits failed when it asked last
         self._last: QuorumRecord | None = None  # any thread that asks: it only matters to a log line
         causes = partial(causes_known, etcd, job.prefix, timeout=CAUSE_TIMEOUT)
-        self._use = QuorumUse(job, replica_id, causes)
+        self._use = QuorumUse(job, replica_id, causes, self.nudge)
         self._participant: Participant[QuorumRecord, ReplicaRecord] = Participant(
             etcd,
             self._use,
@@ -136,9 +120,14 @@ class Replica:
         check_size(request)
         if gone is not None and gone.is_set():
             raise TimeoutError("the caller went away")
-        beats = _WaitingBeats(self._participant, self._job.heartbeat_timeout, request)
-        until = deadline, gone or concurrency.event()
-        pace = _QuorumPace(self._participant, beats, *until, self._log_waiting, self._why_none)
+        pace = _QuorumPace(
+            deadline,
+            gone or concurrency.event(),
+            again=partial(self._ask_again, request),
+            every=self._job.heartbeat_timeout,
+            log_waiting=self._log_waiting,
+            why=self._why,
+        )
         answered, began = False, concurrency.now()
         try:
             with _in_time(self.replica_id):
@@ -163,7 +152,7 @@ class Replica:
         Raises TimeoutError after the monotonic `deadline`, ServerError once it has left, and EtcdError if etcd refuses.
         """
         with _in_time(self.replica_id):
-            self._participant.touch(idle(nothing_of(self.replica_id)), deadline, by_writing=False)
+            self._participant.touch(idle(nothing_of(self.replica_id)), deadline, again=False)
 
     def nudge(self) -> None:
         """Make waiting calls check at once whether their callers are `gone`."""
@@ -185,11 +174,13 @@ class Replica:
             word = TimeLimit(WORD_TIMEOUT, within.deadline - TAKE_BACK_TIMEOUT)
             self._participant.farewell(idle(nothing_of(self.replica_id)), death, word)
         self._participant.leave(within.left())
+        self._use.leave()
 
     def orphan(self) -> None:
         """Stop taking part, without revoking: for the others it is alive until its lease expires. Idempotent."""
         self._participant.stop()
         self._participant.orphan()
+        self._use.leave()
 
     def _log_quorum(self, quorum: QuorumRecord) -> None:
         """Log one line for each quorum with new members, and one for each member that died, which costs a read."""
@@ -230,37 +221,21 @@ class Replica:
             text = f"job {run!r}: {trouble}"
             log_change(log, text, logging.WARNING, run=run, quorum=quorum.id, replica=self.replica_id, reason=trouble)
 
-    def _log_waiting(self, record: QuorumRecord | None, deadline: float) -> None:
-        """Log for what a call waits. Costs a read."""
-        try:
-            there = self._who_asks(record, TimeLimit(CAUSE_TIMEOUT, deadline).left())
-        except EtcdError as error:
-            there = f"cannot tell who asks: {error}"
-        run, me = self._job.name, self.replica_id
-        text = f"job {run!r}: replica {me} waits for a quorum: {there}; {ending(deadline)}"
-        log_change(log, text, run=run, replica=me, reason=there)
+    def _log_waiting(self, deadline: float) -> None:
+        """Log for what a call waits."""
+        run, me, why = self._job.name, self.replica_id, self._why()
+        text = f"job {run!r}: replica {me} waits for a quorum{why and ': '}{why}; {ending(deadline)}"
+        log_change(log, text, run=run, replica=me, reason=why)
 
-    def _why_none(self, record: QuorumRecord | None) -> str:
-        """Why a call gets no quorum. Only the decider knows it all; others read who asks, at the cost of a request."""
-        if reason := self._participant.reason:
-            return reason
-        try:
-            return self._who_asks(record, LAST_READ_TIMEOUT)
-        except EtcdError as error:
-            return f"cannot tell who asks: {error}"
+    def _why(self) -> str:
+        """Why a call gets no quorum, as this process or another one that decides has found; empty if nobody told."""
+        return self._participant.reason or self._use.why
 
-    def _who_asks(self, record: QuorumRecord | None, timeout: float) -> str:
-        found = self._etcd.range(Get(members_span(self._job.prefix), limit=MEMBERS_READ), timeout=timeout)
-        if found.count > MEMBERS_READ:
-            return f"{found.count} replicas live"
-        answered, live, asking = record.answered if record else {}, set[str](), set[str]()
-        for kv in found.kvs:
-            with contextlib.suppress(StateError):
-                one = parse_replica(kv.key, kv.value)
-                live.add(one.request.replica_id)
-                if one.asked > answered.get(member_of(kv.key), 0):
-                    asking.add(one.request.replica_id)
-        return attendance([*asking], len(live), self._job.min_replicas)
+    def _ask_again(self, request: QuorumRequest, seconds: float) -> None:
+        # Not in time: another call writes, or etcd is away. If the lease is lost the outlook says so, and the call
+        # joins again in its own time, which is longer than this.
+        with contextlib.suppress(TimeoutError, EtcdUnavailable, OutcomeUnknown, LeaseLost):
+            self._participant.touch(idle(request), concurrency.now() + seconds, again=True)
 
     def _is_answered(self, quorum: QuorumRecord) -> bool:
         """Whether the present member was answered: a seat of an earlier one may leave this one's request open."""
@@ -272,80 +247,47 @@ class _QuorumPace:
     """One call's wait for a quorum. For the calling thread; `see` and `wake_at` run under the participant's lock.
 
     Args:
-        waits: logs for what the call waits, given the last quorum and the deadline.
-        why_none: returns why there is no quorum, given the last one.
+        again: asks again, in so many seconds: a later member of the same name that does not ask hides this call's
+            request until that comes again.
+        every: seconds between two of these.
+        log_waiting: logs for what the call waits, given the deadline.
+        why: returns why there is no quorum, if that is known.
     """
-
-    crowd = 1
 
     def __init__(
         self,
-        participant: Participant[QuorumRecord, ReplicaRecord],
-        beats: _WaitingBeats,
         deadline: float,
         gone: concurrency.Event,
-        waits: Callable[[QuorumRecord | None, float], None],
-        why_none: Callable[[QuorumRecord | None], str],
+        *,
+        again: Callable[[float], None],
+        every: float,
+        log_waiting: Callable[[float], None],
+        why: Callable[[], str],
     ) -> None:
         self.deadline, self.gone = deadline, gone
-        self._draw = random.random()
-        self._beats = beats
-        self._participant, self._waits, self._why_none = participant, waits, why_none
-        self._line_at = concurrency.now() + FIRST_LINE if log.isEnabledFor(logging.INFO) else math.inf
+        self._again, self._every, self._log_waiting, self._why = again, every, log_waiting, why
+        now = concurrency.now()
+        self._again_at, self._line_at = now + every, now + FIRST_LINE
 
     def see(self, look: Look[QuorumRecord, ReplicaRecord]) -> Standing:
         return look.standing
 
     def wake_at(self, standing: Standing) -> float:
-        if self.gone.is_set():
-            return 0.0
-        return min(self.deadline, self._beats.at, self._line_at + self._turn)
-
-    @property
-    def _turn(self) -> float:
-        """By how many seconds this call logs later than those of other replicas."""
-        quorum = self._participant.record
-        return min(self._draw * len(quorum.seats) / LINES_PER_SECOND, LINE_INTERVAL) if quorum else 0.0
+        return 0.0 if self.gone.is_set() else min(self.deadline, self._again_at, self._line_at)
 
     def tick(self, look: Look[QuorumRecord, ReplicaRecord]) -> None:
         """Raises TimeoutError."""
-        if concurrency.now() >= self.deadline or self.gone.is_set():
-            why = "" if self.gone.is_set() else self._why_none(look.record)
-            raise TimeoutError(f"no quorum was decided in time{why and ': '}{why}")
-        self._beats.tick(self.deadline)
-        if concurrency.now() >= self._line_at + self._turn:
-            self._line_at = concurrency.now() + LINE_INTERVAL - self._turn
-            if look.standing is Standing.PENDING:
-                self._waits(look.record, self.deadline)
-
-
-class _WaitingBeats:
-    """The repeated writes of a long call: a later member of the same name that does not ask hides this call's request
-    until it is written again.
-
-    Args:
-        participant: the replica.
-        heartbeat_timeout: the job's, in seconds.
-        request: its request; a replica without one writes that it does not ask.
-    """
-
-    def __init__(
-        self, participant: Participant[QuorumRecord, ReplicaRecord], heartbeat_timeout: float, request: QuorumRequest
-    ) -> None:
-        self._participant, self._request, self._timeout = participant, request, heartbeat_timeout
-        self.at = concurrency.now() + heartbeat_timeout
-        """The monotonic time of the next write."""
-
-    def tick(self, deadline: float) -> None:
-        """Write the request again, if it is time. Ends at the deadline, and after a heartbeat timeout."""
         now = concurrency.now()
-        if now < self.at:
-            return
-        self.at = now + self._timeout
-        # Not in time: another call writes, or etcd is away. If the lease is lost the outlook says so, and the call
-        # joins again in its own time, which is longer than this write's.
-        with contextlib.suppress(TimeoutError, EtcdUnavailable, OutcomeUnknown, LeaseLost):
-            self._participant.touch(idle(self._request), min(now + self._timeout, deadline), by_writing=True)
+        if now >= self.deadline or self.gone.is_set():
+            why = "" if self.gone.is_set() else self._why()
+            raise TimeoutError(f"no quorum was decided in time{why and ': '}{why}")
+        if now >= self._again_at:
+            self._again_at = now + self._every
+            self._again(min(self._every, self.deadline - now))
+        if now >= self._line_at:
+            self._line_at = now + LINE_INTERVAL
+            if look.standing is Standing.PENDING:
+                self._log_waiting(self.deadline)
 
 
 def check_size(request: QuorumRequest) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from ftcoord.core.layout import member_of
+from ftcoord.core.rendezvous_records import WorkerFailure, clipped, failures_from
 from ftcoord.core.strict import build, dump, load
 from ftcoord.errors import StateError
 
@@ -21,31 +22,34 @@ class Death:
     Args:
         cause: one line, such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)"; of who left, only the reason.
         wall_ms: when, on that host's clock, in milliseconds since 1970. For people: no decision depends on it.
+        left: whether it left in order.
+        failures: of a node that left: how its worker failed in the round that was the last one then; else none.
     """
 
     cause: str
     wall_ms: int
     left: bool = False
-    """Whether it left in order."""
+    failures: tuple[WorkerFailure, ...] = ()
 
 
 class KnownCause(NamedTuple):
-    """Why an owner of a lease is gone, etcd's revision at which that was first written, and whether it left in
-    order."""
+    """A death as written in etcd, and etcd's revision at which it was first written."""
 
     cause: str
     revision: int
     left: bool = False
+    failures: tuple[WorkerFailure, ...] = ()
 
 
 def encode(death: Death) -> bytes:
     """The record as JSON, with the layout's version."""
-    return dump(death)
+    return dump(replace(death, failures=tuple(map(clipped, death.failures[:1]))))
 
 
 def parse_death(key: str, value: bytes) -> Death:
     """Parse the record. Raises StateError."""
-    return build(Death, key, load(key, value))
+    raw = load(key, value)
+    return build(Death, key, {**raw, "failures": failures_from(key, raw, "failures")})
 
 
 def causes_in(kvs: Iterable[tuple[str, bytes, int]]) -> dict[str, KnownCause]:
@@ -57,5 +61,5 @@ def causes_in(kvs: Iterable[tuple[str, bytes, int]]) -> dict[str, KnownCause]:
             death = parse_death(key, value)
         except StateError:
             continue
-        found[member_of(key)] = KnownCause(death.cause, revision, death.left)
+        found[member_of(key)] = KnownCause(death.cause, revision, death.left, death.failures)
     return {member: known for member, known in found.items() if known.cause}

@@ -33,9 +33,9 @@ from ftcoord.core.death_records import KnownCause
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat
 from ftcoord.core.rendezvous_records import (
     NO_ROUND,
-    AnyRound,
     JoinRequest,
     Round,
+    RoundHead,
     Seat,
     WorkerFailure,
     clipped,
@@ -50,7 +50,7 @@ MOST_ENDS: Final = 16
 """Ends that are written with one decision: in a large round thousands may follow the first."""
 
 EventKind: TypeAlias = Literal[
-    "round", "started", "recalled", "closed", "quorum", "failed", "expired", "died", "left", "lost", "silent", "ordered"
+    "round", "started", "recalled", "closed", "quorum", "failed", "expired", "died", "left", "lost", "ordered"
 ]
 _KINDS: Final = frozenset(get_args(EventKind))
 _ENDS: Final = frozenset({"failed", "expired", "died", "left", "lost"})
@@ -64,8 +64,7 @@ class HistoryEvent:
         kind: `round` (a round was decided), `started` (all have taken their seats), `recalled`, `closed`, `quorum` (one
             of other members was decided), or how one member's part in it ended: `failed` (a worker failed), `expired`
             (a worker's timer expired), `died` (its process died), `left` (it announced that) or `lost` (its lease
-            expired without a reason). `silent`: members that had reported nothing when another one left a run that was
-            over, so they may be lost. `ordered`: what somebody did to the job by hand.
+            expired without a reason). `ordered`: what somebody did to the job by hand.
         number: the round's number, or the quorum's id; 0 for `ordered`.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id or the replica's id; empty for all of them.
@@ -160,7 +159,7 @@ def signed(events: Sequence[HistoryEvent], by: str, wall_ms: int) -> list[Histor
 # -- what a decision shows --------------------------------------------------------------------------------------------
 
 
-def round_events(before: AnyRound | None, new: AnyRound, ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
+def round_events(before: RoundHead | None, new: RoundHead, ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
     """The events of the decision that replaces the record `before` by `new`: first the known ends of parts in that
     round, and then what was decided. None for a decision that changes neither the round nor its state."""
     old = before or NO_ROUND
@@ -178,7 +177,7 @@ def round_events(before: AnyRound | None, new: AnyRound, ends: Sequence[HistoryE
     return told
 
 
-def _formed(old: AnyRound, new: Round) -> str:
+def _formed(old: RoundHead, new: Round) -> str:
     seats, nodes = (old.seats, old.nodes) if isinstance(old, Round) else ((), {})
     came = [seat.host for seat in new.seats if seat.node not in nodes]
     gone = [seat.host for seat in seats if seat.node not in new.nodes]
@@ -232,8 +231,9 @@ def replica_end(
     """How a replica's part in this quorum ended; see `quorum_events`."""
     kind, reason, noted = "lost", f"{name} is gone (its lease ended, or it left)", 0
     if member in causes:
-        cause, noted, left = causes[member]
-        kind, reason = ("left", told_leaving(name, cause)) if left else ("died", f"{name}: {cause}")
+        known = causes[member]
+        noted, left = known.revision, told_leaving(name, known.cause)
+        kind, reason = ("left", left) if known.left else ("died", f"{name}: {known.cause}")
     elif member in words:
         kind, reason = "left", told_leaving(name, words[member])
     return HistoryEvent(kind, number, name, name, reason, noted=noted, member=member)
@@ -245,30 +245,16 @@ Ends: TypeAlias = Mapping[tuple[str, str], HistoryEvent]
 """How parts in one round ended, by kind and node, as first reported."""
 
 
-@dataclass(frozen=True, slots=True)
-class VacantSeat:
-    """A seat whose member is gone.
-
-    Args:
-        seat: the seat.
-        cause: why its process died, as its sentinel or an operator wrote, or why it left; empty if that is not known.
-        noted: etcd's revision at which that was written, or else at which the decider saw that the member is gone.
-        word: the member's last request; None if the decider never saw it alive.
-        said_at: etcd's revision of that; 0 if there is none.
-    """
-
-    seat: Seat
-    cause: str
-    noted: int
-    word: JoinRequest | None = None
-    said_at: int = 0
-    left: bool = False
-    """Whether it left in order."""
+Vacant: TypeAlias = tuple[Seat, KnownCause]
+"""A seat whose member is gone, and why. Of one without a reason: an empty cause, and when it was seen to be gone."""
 
 
-def note_ends(
-    before: Ends, round_: Round, asks: Iterable[tuple[JoinRequest, int]], vacant: Iterable[VacantSeat]
-) -> Ends:
+def told_end(seat: Seat, known: KnownCause) -> str:
+    """Why a member is gone, in one line; empty if that is not known."""
+    return told_leaving(seat.host, known.cause) if known.left else known.cause
+
+
+def note_ends(before: Ends, round_: Round, asks: Iterable[tuple[JoinRequest, int]], vacant: Iterable[Vacant]) -> Ends:
     """The known ends in this round, with those that these requests of live members, and these seats, add now.
 
     Members that are gone without a reason are left out: they may come back to their seats; see `lost_ends`.
@@ -277,25 +263,23 @@ def note_ends(
         asks: the requests, and etcd's revision of each.
     """
     ends = [end for ask, at in asks if ask.failed for end in _said(ask, round_, at)]
-    for one in vacant:
-        if one.cause:
-            kind: EventKind = "left" if one.left else "died"
-            ends.append(HistoryEvent(kind, round_.number, one.seat.host, one.seat.node, one.cause, noted=one.noted))
-        if one.word is not None:
-            ends += _said(one.word, round_, one.said_at or one.noted)
+    for seat, known in vacant:
+        told = [failure_event(round_.number, seat.host, seat.node, one) for one in known.failures]
+        if known.cause:
+            kind: EventKind = "left" if known.left else "died"
+            told.append(HistoryEvent(kind, round_.number, seat.host, seat.node, told_end(seat, known)))
+        ends += [replace(end, noted=known.revision) for end in told]
     return {**{(end.kind, end.node): end for end in reversed(ends)}, **before}
 
 
-def lost_ends(round_: Round, vacant: Iterable[VacantSeat], ends: Ends, present: Collection[str]) -> list[HistoryEvent]:
-    """The members that are gone without a reason, and have not come back as any of the nodes that are `present`.
-
-    In a recalled round only those count that the decider saw alive: others may have left before it looked.
-    """
-    known = {*present, *(node for kind, node in ends if kind in ("died", "left"))}
+def lost_ends(round_: Round, vacant: Iterable[Vacant], present: Collection[str]) -> list[HistoryEvent]:
+    """The members that are gone without a reason, and have not come back as any of the nodes that are `present`."""
     return [
-        HistoryEvent("lost", round_.number, seat.host, seat.node, f"{seat.host} is gone (its lease ended)", noted=noted)
-        for seat, noted, word in ((one.seat, one.noted, one.word) for one in vacant)
-        if seat.node not in known and (word is not None or not round_.recalled)
+        HistoryEvent(
+            "lost", round_.number, seat.host, seat.node, f"{seat.host} is gone (its lease ended)", noted=known.revision
+        )
+        for seat, known in vacant
+        if not known.cause and seat.node not in present
     ]
 
 
@@ -309,7 +293,7 @@ def _said(ask: JoinRequest, round_: Round, revision: int) -> list[HistoryEvent]:
     if not ask.failed or ask.node not in round_.nodes or round_.number not in (ask.seated, ask.after):
         return []
     failed = [failure_event(round_.number, ask.host, ask.node, one) for one in ask.failed]
-    return [replace(event, noted=min(ask.failed_at or revision, revision)) for event in failed]
+    return [replace(event, noted=revision) for event in failed]
 
 
 # -- the first cause --------------------------------------------------------------------------------------------------

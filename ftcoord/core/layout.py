@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote, unquote
 
-KEY_PREFIX: Final = "/ftcoord/v1"
+KEY_PREFIX: Final = "/ftcoord/v2"
 """The default `key_prefix`: all keys of ftcoord are below it."""
+OLDER_KEY_PREFIX: Final = "/ftcoord/v1"
+"""The default of releases whose records this one cannot read."""
 DEFAULT_STORE_PREFIX: Final = f"{KEY_PREFIX}/@store/"
 """The prefix of an EtcdStore whose user gives none. No run has keys there: an `@` in a run's id is written `%40`."""
 _ID_DIGITS: Final = 16
 """Digits of a member's id, which is its lease."""
 _QUORUM: Final = "quorum"
 _HEX: Final = frozenset("0123456789abcdef")
-_MAX_ROUND_DIGITS: Final = 18
-"""Digits of a round's number that fit into a record, with room to count on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,48 +126,9 @@ def decided_key(prefix: str) -> str:
     return f"{prefix}/decided"
 
 
-def roster_key(decided: str) -> str:
-    """The key of the roster beside the decided record whose key is `decided`."""
-    return f"{decided}/roster"
-
-
-def decided_span(prefix: str) -> Span:
-    """A group's decided record and its roster."""
-    return Span(decided_key(prefix), is_prefix=True)
-
-
-def era_key(prefix: str) -> str:
-    """The key that is written with each decision that finds no record.
-
-    It stays when somebody deletes the record and its roster, also by their prefix: so it is not below the record's key.
-    """
-    return f"{prefix}/era"
-
-
 def record_span(prefix: str) -> Span:
-    """A decided record, its roster and its era, and the office. No other key of a group lies between these."""
-    return Span(decided_key(prefix), stop=f"{era_key(prefix)}\0")
-
-
-def rolls_span(prefix: str) -> Span:
-    """The rolls of a group, stored beside decided records that are too large for one key."""
-    return Span(f"{prefix}/rolls/", is_prefix=True)
-
-
-def roll_span(prefix: str, roll: str) -> Span:
-    """One roll, by its name."""
-    return Span(f"{rolls_span(prefix).start}{roll}/", is_prefix=True)
-
-
-def other_rolls(prefix: str, roll: str) -> tuple[Span, Span]:
-    """All rolls of a group but this one, which the same transaction may write."""
-    rolls, mine = rolls_span(prefix), roll_span(prefix, roll)
-    return Span(rolls.start, stop=mine.start), Span(decode_key(mine.end), stop=decode_key(rolls.end))
-
-
-def roll_key(prefix: str, roll: str, chunk: int) -> str:
-    """One chunk of a roll."""
-    return f"{roll_span(prefix, roll).start}{chunk}"
+    """A decided record and the office. No other key of a group lies between these."""
+    return Span(decided_key(prefix), stop=f"{decider_key(prefix)}\0")
 
 
 def deaths_span(prefix: str) -> Span:
@@ -205,25 +166,32 @@ def is_event_key(key: str) -> bool:
 # -- rounds and their stores ------------------------------------------------------------------------------------------
 
 
-def rounds_span(prefix: str) -> Span:
-    """The fences of all rounds of a run."""
-    return Span(f"{prefix}/rounds/", is_prefix=True)
+# Rounds are named `<number>-<token>`: see `core.rendezvous_records`.
 
 
-def round_key(prefix: str, number: int) -> str:
+def fence_key(prefix: str, name: str) -> str:
     """The fence of a round: it exists while the round's store may be written to."""
-    return f"{rounds_span(prefix).start}{number}"
+    return f"{prefix}/rounds/{name}"
 
 
-def number_of(round_key: str) -> int:
-    """The number of the round that a fence belongs to; 0 for a key that is not one of ftcoord's fences."""
-    name = round_key.rpartition("/")[2]
-    return int(name) if name.isascii() and name.isdigit() and len(name) < _MAX_ROUND_DIGITS else 0
+def all_seats_span(prefix: str) -> Span:
+    """Who sits where in the rounds of a run."""
+    return Span(f"{prefix}/seats/", is_prefix=True)
 
 
-def round_store_prefix(prefix: str, number: int) -> str:
+def seats_span(prefix: str, name: str) -> Span:
+    """Who sits where in a round."""
+    return Span(f"{all_seats_span(prefix).start}{name}/", is_prefix=True)
+
+
+def chunk_key(prefix: str, name: str, chunk: int) -> str:
+    """One chunk of that."""
+    return f"{seats_span(prefix, name).start}{chunk}"
+
+
+def round_store_prefix(prefix: str, name: str) -> str:
     """The prefix of a round's store."""
-    return f"{prefix}/store/{number}/"
+    return f"{prefix}/store/{name}/"
 
 
 def backend_state_key(prefix: str) -> str:

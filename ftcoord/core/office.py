@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ftcoord.core.strict import V4, build, dump, load
@@ -26,11 +26,13 @@ class OfficeRecord:
 
     Args:
         member: the id of the member whose process decides, for people.
-        term: random, so that no two values of this key are alike.
+        address: where it is asked, as `host:port`; empty if only the members' keys ask.
+        key: 32 random hexadecimal digits, which make each value of this key unlike all others: who knows them may ask.
     """
 
     member: str
-    term: str
+    address: str
+    key: str = field(repr=False)
 
 
 def encode_office(record: OfficeRecord) -> bytes:

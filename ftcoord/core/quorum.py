@@ -5,13 +5,13 @@ Rules
      request. Several members with one replica id are one replica: its request is the last one of any of them, and the
      quorum with that request answers all of them. But once a newer member is there that does not ask yet, the others'
      requests count only if they are written again: they may be those of a process that was killed. A member whose
-     record cannot be read, such as that of another version, is a separate replica that does not ask. A request without
-     a profile counts only if the last quorum has that profile, or an earlier one had it when the decider read the
-     request. If the last quorum does not have it, the member writes its request in full.
+     record cannot be read, such as that of another version, is a separate replica that does not ask.
   Q2 fast. When all replicas of the last quorum ask again, every replica that asks is in, at once.
   Q3 enough. Otherwise `min_replicas` must ask, and more than half of the live replicas; and either all live replicas
      ask, or the earliest request is `join_timeout` old. Replicas that the last quorum left out count as asking since
-     that quorum: otherwise their time would be over, and they would form a quorum without those that just got one.
+     that quorum: otherwise their time would be over, and they would form a quorum without those that just got one. For
+     a new decider no request is older than the time that all need to ask it: those that come first would form a quorum
+     without the others.
   Q4 shrink only. While any request says `shrink_only`, only replicas of the last quorum are in. The others keep asking.
      As in torchft, that may be the request of one of those others: then nobody joins, not even that one.
   Q5 id. A quorum's id is new when its replicas differ from those of the last one, when one of them reports failed
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, NoReturn
 
-from ftcoord.core.quorum_records import IdleMember, Profile, QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
+from ftcoord.core.quorum_records import IdleMember, QuorumRecord, QuorumRequest, QuorumSeat, ReplicaRecord
 from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict, Wait
 from ftcoord.escaping import counted, named
 
@@ -56,10 +56,9 @@ class QuorumCandidate:
         after, heard: the highest quorum id, and the highest number of a quorum, that it knows; 0 for none.
         joined: when this request was first seen; meaningless while it does not ask.
         came_at, asked_at: etcd's revisions at which it became a member, and at which it made the request.
-        wrote_at: the revision at which it last wrote the request, possibly again.
-        is_whole: whether its request is known. A member omits its profile if the last quorum has it. If that is not the
-            last quorum here, the member asks for nothing until it writes its request in full, or that quorum becomes
-            the last.
+        wrote_at: the revision at which it last wrote the request, possibly again. For a request that came by port, in
+            these two places, up to which the decider had then seen the members.
+        order: of all requests that came by port, the how manieth it was; 0 for one that was written.
     """
 
     member: str
@@ -70,26 +69,23 @@ class QuorumCandidate:
     came_at: int = 0
     asked_at: int = 0
     wrote_at: int = 0
-    is_whole: bool = True
     heard: int = 0
+    order: int = 0
 
     @classmethod
     def of(
         cls,
         member: str,
         record: ReplicaRecord,
-        profiles: Mapping[str, Profile],
+        *,
         joined: float,
-        came_at: int,
-        asked_at: int,
-        wrote_at: int,
+        came_at: int = 0,
+        asked_at: int = 0,
+        wrote_at: int = 0,
     ) -> QuorumCandidate:
-        """The candidate for a member's record; `profiles` are those of the last quorum, by digest."""
-        request = record.completed(profiles)
-        known = record.request if request is None else request
-        is_whole = request is not None
-        of = (member, known, record.asked, record.after)
-        return cls(*of, joined, came_at, asked_at, wrote_at, is_whole, record.heard)
+        """The candidate for a member's record."""
+        of = member, record.request, record.asked, record.after
+        return cls(*of, joined, came_at, asked_at, wrote_at, record.heard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +150,7 @@ class QuorumSituation:
         created: the wall clock, for `QuorumRecord.created`.
         decider: the member that decides, for `QuorumRecord.by`.
         unreadable: how many live members have records that cannot be read.
+        gathers_until: until then a new decider gathers what was asked of the one before.
     """
 
     members: Sequence[QuorumCandidate]
@@ -163,6 +160,7 @@ class QuorumSituation:
     created: float = 0.0
     decider: str = ""
     unreadable: int = 0
+    gathers_until: float = -inf
 
 
 def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Verdict[QuorumRecord]:
@@ -173,7 +171,7 @@ def decide(situation: QuorumSituation, options: QuorumOptions, now: float) -> Ve
     poll = _poll(situation, answered, before)
     if before and before <= poll.asking.keys():
         reason, rule = f"Fast quorum found, all replicas of the last one ask again {poll}", FAST
-    elif waiting := _obstacle(poll, options, situation.previous_at, now):
+    elif waiting := _obstacle(poll, options, max(situation.previous_at, situation.gathers_until), now):
         return waiting
     else:
         reason, rule = f"Valid quorum found {poll}", ENOUGH
@@ -209,29 +207,31 @@ def _request_of(members: Sequence[QuorumCandidate], answered: Mapping[str, int])
     came_at = max((one.came_at for one in members if not _asks(one, answered)), default=0)
     if not requests or max(one.wrote_at for one in requests) < came_at:
         return None
-    return max(reversed(requests), key=lambda one: one.asked_at)  # of requests in one write the newest member's
+    # Of requests in one write the newest member's.
+    return max(reversed(requests), key=lambda one: (one.asked_at, one.order))
 
 
 def _asks(one: QuorumCandidate, answered: Mapping[str, int]) -> bool:
-    return one.is_whole and one.asked > answered.get(one.member, 0)
+    return one.asked > answered.get(one.member, 0)
 
 
-def _obstacle(poll: _QuorumPoll, options: QuorumOptions, previous_at: float, now: float) -> Wait | None:
+def _obstacle(poll: _QuorumPoll, options: QuorumOptions, not_before: float, now: float) -> Wait | None:
     count, needed = len(poll.asking), max(options.min_replicas, 1)
+    who = f" {named(sorted(poll.asking))} {'asks' if count == 1 else 'ask'}" if count else ""
     only = f"New quorum not ready, only have {count} participants"
     if count < needed:
-        return Wait(f"{only}, need min_replicas {needed} {poll}", rule=ENOUGH)
+        return Wait(f"{only}, need min_replicas {needed} {poll}{who}", rule=ENOUGH)
     if count <= poll.alive // 2:
-        return Wait(f"{only}, need at least half of {poll.alive} healthy workers {poll}", rule=ENOUGH)
+        return Wait(f"{only}, need at least half of {poll.alive} healthy workers {poll}{who}", rule=ENOUGH)
     if len(poll.eligible) < needed:
         return Wait(
-            f"{only}, {len(poll.eligible)} of them of the last quorum, need min_replicas {needed} {poll}",
+            f"{only}, {len(poll.eligible)} of them of the last quorum, need min_replicas {needed} {poll}{who}",
             rule=SHRINK_ONLY,
         )
-    until = max(min(one.joined for one in poll.asking.values()), previous_at) + options.join_timeout
+    until = max(min(one.joined for one in poll.asking.values()), not_before) + options.join_timeout
     if count != poll.alive and now < until:
         missing = f"waiting for {poll.alive - count} healthy workers until the join timeout"
-        return Wait(f"New quorum not ready, have {count} participants, {missing} {poll}", until, ENOUGH)
+        return Wait(f"New quorum not ready, have {count} participants, {missing} {poll}{who}", until, ENOUGH)
     return None
 
 
@@ -253,11 +253,13 @@ def _idle(
     """The members without a seat that were answered: before, or now by the seat of another member with their name."""
     seated, names = {seat.member for seat in seats}, {seat.request.replica_id for seat in seats}
     for one in members:
-        if one.member in seated or one.asked == 0:
+        if one.member in seated:
             continue
         last = answered.get(one.member, 0)
-        if one.asked <= last or (one.is_whole and one.request.replica_id in names):
-            yield IdleMember(one.member, max(one.asked, last))
+        if one.request.replica_id in names:
+            last = max(one.asked, last)
+        if last:
+            yield IdleMember(one.member, last)
 
 
 def _id_of(
@@ -281,7 +283,6 @@ def outlook(
     me: Sequence[str],
     replica_id: str,
     asked: int,
-    shortened: QuorumRequest | None = None,
     taken: QuorumRecord | None = None,
 ) -> Outlook[NoReturn]:
     """What the decided record `now` means for a replica with this request.
@@ -289,37 +290,35 @@ def outlook(
     ANSWERED: this quorum was decided after the request and has the replica. MISSED: its quorum was replaced by one
     without the replica before the replica learned of it, so it asks again. So it does if the quorum has the id of the
     one that it took part in last, but other replicas: etcd was restored, and the decider did not know of that one. The
-    replica would keep its process groups, which have other peers. PENDING with something to write: a decider may not
-    know the profile that the request omits, so the replica writes the request in full.
+    replica would keep its process groups, which have other peers.
 
     Args:
         me: the ids of all members that this replica has been, through all of its leases, the present one last.
         asked: the number of the request.
-        shortened: the request, if it was written without its profile.
         taken: the quorum that it took part in last.
     """
     if now is None:
-        return _PENDING if shortened is None else _UNKNOWN_PROFILE
+        return _PENDING
     answered = now.answered
     if any(answered.get(member, 0) >= asked for member in me):
         return _ANSWERED if replica_id in now.names and not now.contradicts(taken) else _MISSED
-    if shortened is not None and not now.has_profile_of(shortened):
-        return _UNKNOWN_PROFILE
     return _PENDING
 
 
 # Said for every member at every event, so made once.
 _PENDING: Final[Outlook[NoReturn]] = Outlook(Standing.PENDING)
-_UNKNOWN_PROFILE: Final[Outlook[NoReturn]] = Outlook(Standing.PENDING, Next.WRITE)
 _ANSWERED: Final[Outlook[NoReturn]] = Outlook(Standing.ANSWERED, Next.RETURN)
 _MISSED: Final[Outlook[NoReturn]] = Outlook(Standing.MISSED, Next.WRITE)
 
 
 def attendance(asking: Sequence[str], live: int, fewest: int) -> str:
-    """Which replicas ask for the next quorum, of how many: those that live, or at least `fewest`."""
-    who = f" ({named(sorted(asking))})" if asking else ""
+    """Which replicas ask for the next quorum, of how many: those that live, or at least `fewest`. If none is given, who
+    asks may not be known: those that ask the decider itself do not show in etcd."""
+    if not asking:
+        of = f" of at least {fewest}" if live < fewest else ""
+        return f"{live}{of} replicas {'lives' if live == 1 else 'live'}, and who waits logs why"
     of = f"at least {fewest}" if live < fewest else f"{live} live"
-    return f"{len(asking)} of {of} replicas {'asks' if len(asking) == 1 else 'ask'}{who}"
+    return f"{len(asking)} of {of} replicas {'asks' if len(asking) == 1 else 'ask'} ({named(sorted(asking))})"
 
 
 def failing(quorum: QuorumRecord, fewest: int) -> str:

@@ -2,16 +2,15 @@
 
 Rules
   R1 asking. A run starts without a round; each decided round replaces the one before and has the next number. A member
-     with a seat that asks for nothing later is busy, also where etcd has lost the record of that round: what it asked
-     before counts no more. A member that had a seat in an earlier round and has not come back since is away. All others
-     ask. A member whose record cannot be read, such as that of another release, lives and asks for nothing.
+     with a seat that asks for nothing later is busy: what it asked before counts no more. A member that had a seat in
+     an earlier round and has not come back since is away. All others ask. A member whose record cannot be read, such as
+     that of another release, lives and asks for nothing.
   R2 seats. A round that was decided is not yet ready: first each participant says that it takes its seat, and repeats
      that as long as it waits. When all have said so within the last moments, the round is ready, and only then does
      anybody start. Nobody starts a round that was recalled before it was ready.
   R3 recall. A round is recalled when a participant is gone, comes back for another round or says that a worker failed;
-     when somebody waits while there is room; when seats are not taken in time; or when its record vanished from etcd. A
-     recall only tells the participants to come back; it changes no membership. If a later round is known than that of
-     the record that vanished, a record without seats recalls the later one.
+     when somebody waits while there is room; or when seats are not taken in time. A recall only tells the participants
+     to come back; it changes no membership.
   R4 forming. The next round forms among the members that ask for it. It is complete
        - at once, when every seat is taken and no participant of the last round is still to come back;
        - when the settle time-out has passed without change and all live participants of the last round are back;
@@ -24,8 +23,7 @@ Rules
   R6 limits. All members share one pair of limits (--nnodes): those of the record as long as any live member wants the
      same, else those of the oldest member. Members with other limits do not count, and the record tells them so.
   R7 closed. A closed run stays closed, unless the user's `restart` lets new members go on from it. They say so, and
-     wait until nobody of the closed round is left. If one of them has taken its seat in a later round, the end is only
-     what a restored etcd shows: then R9 counts.
+     wait until nobody of the closed round is left.
   R8 leaving. A member whose key vanishes is gone. Why is in its deaths/ record, which its sentinel, an operator, or the
      member itself, when it leaves, has written before; without one its lease has ended. A node that an operator drains
      is as good as gone: the record names it, it gets no seat any more, and leaves when it reads so.
@@ -33,10 +31,8 @@ Rules
      gone while its workers run takes another one, and says as which member it took its seat in which round. It holds
      that seat from then on, as long as the round is the last one. When one has come back like that just before, or most
      are gone in one moment, those that are gone without a word have a lease's time to come back before the round is
-     recalled for them, or for a newcomer. Where etcd has lost the record too, the round runs on until somebody asks for
-     another one, or has worked in an earlier one for a lease's time, or until one of its nodes has been missing, or a
-     node has worked in another round of that number, for that time. Then a record without seats recalls it. Who was
-     still taking its seat there asks again.
+     recalled for them, or for a newcomer. A node whose round etcd does not have, or has with another token, comes back
+     for the next one (G5).
 
 Times are the decider's own monotonic seconds, from when it saw the event.
 """
@@ -51,7 +47,7 @@ from typing import Final
 from ftcoord.core import rendezvous_records as records
 from ftcoord.core import round_situation
 from ftcoord.core.history import told_ends, why_ended
-from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, Away, HeardRound, JoinRequest, Round, RoundHead, Seat
+from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, KnownRound, Round, RoundHead, Seat
 from ftcoord.core.round_situation import MOMENT, Restart, RoundCandidate, RoundOptions, RoundPoll, RoundSituation
 from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Verdict, Wait
 from ftcoord.escaping import counted
@@ -76,29 +72,18 @@ _, SEATS, RECALL, FORMING, _, LIMITS, CLOSED_RUN, _, REATTACHING = RULES
 def decide(situation: RoundSituation, options: RoundOptions, now: float) -> Verdict[Round]:
     """What to do now. Depends on nothing but its arguments."""
     previous = situation.previous
-    if previous is not None and situation.vanished:
-        return _recall_vanished(previous, situation)
-    lost = max((member.ask.seated for member in situation.members), default=0)
-    is_older = previous is not None and any(_has_reopened(previous, member.ask) for member in situation.members)
-    if previous is not None and previous.closed and not is_older and not may_reopen(previous, options.restart):
+    if previous is not None and previous.closed and not may_reopen(previous, options.restart):
         return Wait("the run is closed", rule=CLOSED_RUN)
     limits = round_situation.limits_of(situation)
     if _must_be_told(situation, limits):
-        stated = replace(previous or NO_ROUND, min_nodes=limits[0], max_nodes=limits[1])
+        stated = replace(previous or Round.of(NO_ROUND), min_nodes=limits[0], max_nodes=limits[1])
         return Publish(stated, f"--nnodes is {round_situation.spelled(limits)}, not what all members want", LIMITS)
     poll = round_situation.poll_of(situation, limits)
-    if previous is not None and previous.closed and not is_older:
+    if previous is not None and previous.closed:
         return _judge_closed(previous, poll, options, now)
-    if lost > (previous or NO_ROUND).number and (verdict := _judge_lost(lost, poll, options, now)):
-        return verdict
     if previous is not None and previous.seats and not (previous.recalled or previous.closed):
         return _judge_running(previous, poll, options, now)
     return form(poll, options, now)
-
-
-def _has_reopened(closed: AnyRound, ask: JoinRequest) -> bool:
-    """Whether a member has taken its seat in a round that went on from this end, and that etcd has lost."""
-    return bool(closed.closed) and ask.reopens == closed.number < ask.seated
 
 
 def _must_be_told(situation: RoundSituation, limits: tuple[int, int]) -> bool:
@@ -124,7 +109,7 @@ def _judge_closed(previous: Round, poll: RoundPoll, options: RoundOptions, now: 
     return form(replace(poll, asking=reopening, busy=()), options, now)
 
 
-def may_reopen(closed: AnyRound, restart: Restart) -> bool:
+def may_reopen(closed: RoundHead, restart: Restart) -> bool:
     """Whether new members may go on from a closed run."""
     return restart == "always" or (restart == "failed" and closed.outcome == records.FAILED)
 
@@ -211,88 +196,9 @@ def _why_gone(gone: Sequence[Seat], deaths: Mapping[str, str]) -> str:
     return "; ".join(parts)
 
 
-def _recall(previous: Round, reason: str, waiting: int, rule: str = RECALL) -> Publish[Round]:
+def _recall(previous: Round, reason: str, waiting: int) -> Publish[Round]:
     recalled = replace(previous, recalled=reason, waiting=waiting)
-    return Publish(recalled, f"round {previous.number} recalled: {reason}", rule)
-
-
-def _recall_vanished(previous: Round, situation: RoundSituation) -> Publish[Round]:
-    """R3. If there was a later round than the last known one, that one is over. But a closed run stays closed."""
-    number = _last_known(situation)
-    why = "its record vanished from etcd"
-    if previous.closed or number <= previous.number:
-        return _recall(previous, why, 0)
-    return _recall(_lost_round(number, round_situation.limits_of(situation), previous), why, 0)
-
-
-def _judge_lost(number: int, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
-    """R9. None as long as nobody needs another round than this one, whose record etcd has lost.
-
-    Who works in an earlier one does: it waits for nodes that have left it, and would never hear so. But a restored etcd
-    shows of each node what that said long ago, until the node has said it anew. So who says it has a lease's time.
-    """
-    behind = [member for member in poll.busy if member.ask.seated < number]
-    due = {member.id: member.seen + options.return_to_seat for member in behind}
-    wanting = [*poll.asking, *(member for member in behind if now >= due[member.id])]
-    if wanting:
-        return _recall_lost(f"{_names(member.ask.host for member in wanting)} needs another round", poll)
-    if behind:
-        hosts = _names(member.ask.host for member in behind)
-        reason = f"{hosts} may not have reported yet that it works in round {number}, whose record etcd has lost"
-        return Wait(reason, min(due.values()), REATTACHING)
-    return _judge_lost_nodes(number, poll, options, now)
-
-
-def _judge_lost_nodes(number: int, poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round] | None:
-    """R9. None if all nodes of the lost round are there, and no others, or if nobody is to be recalled for a missing
-    one; or if the decider does not work in it, and so does not know them."""
-    mine = poll.situation.mine
-    if mine is None or mine.number != number:
-        return None
-    odd = _others_in(mine, poll) or (_missing_of(mine, poll) if options.recall_on_loss else "")
-    if not odd:
-        return None
-    until = poll.situation.changed_at + options.return_to_seat
-    if now >= until:
-        return _recall_lost(odd, poll)
-    said = f"nodes have a lease's time to report what they do, since etcd has lost the record of round {number}"
-    return Wait(f"{odd}: {said}", until, REATTACHING)
-
-
-def _others_in(mine: AnyRound, poll: RoundPoll) -> str:
-    """The nodes that work in another round with the number of this one: etcd has forgotten the run before it began. Of
-    a large round only their number is known."""
-    others = [one.ask.host for one in poll.busy if one.ask.node not in mine.nodes] if isinstance(mine, Round) else []
-    if others:
-        return f"{_names(others)} works in another round {mine.number}"
-    most = mine.size
-    if len(poll.busy) <= most:
-        return ""
-    return f"{len(poll.busy)} nodes say that they work in round {mine.number}, which has {most}"
-
-
-def _missing_of(mine: AnyRound, poll: RoundPoll) -> str:
-    missing = mine.size - len(poll.busy) - len(poll.situation.unreadable)
-    return f"{missing} of {mine.size} nodes {'is' if missing == 1 else 'are'} gone" if missing > 0 else ""
-
-
-def _recall_lost(why: str, poll: RoundPoll) -> Publish[Round]:
-    """Nobody knows the seats of that round, but those that hold one know its number. If there was a later one, that is
-    recalled, which ends the earlier one too."""
-    situation = poll.situation
-    lost = _lost_round(_last_known(situation), poll.limits, situation.previous or NO_ROUND)
-    reason = f"{why}, and etcd has lost the record of round {lost.number}"
-    return _recall(lost, reason, len(poll.asking), REATTACHING)
-
-
-def _last_known(situation: RoundSituation) -> int:
-    """The last round that the decider or any member knows of."""
-    return max([situation.highest, *(max(one.ask.after, one.ask.seated) for one in situation.members)])
-
-
-def _lost_round(number: int, limits: tuple[int, int], previous: Round) -> Round:
-    """A round whose seats nobody knows."""
-    return Round(number, (), "", 0, min_nodes=limits[0], max_nodes=limits[1], drained=previous.drained)
+    return Publish(recalled, f"round {previous.number} recalled: {reason}", RECALL)
 
 
 def _names(hosts: Iterable[str]) -> str:
@@ -309,7 +215,7 @@ def _some(texts: Iterable[str], separator: str) -> str:
 # -- the member's half ------------------------------------------------------------------------------------------
 
 
-def outlook(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
+def outlook(now: RoundHead | None, me: str, ask: JoinRequest) -> Outlook[JoinRequest]:
     """What the decided record `now` means for the member `me`, which asks for this.
 
     SEATED: it writes that it takes its seat. ANSWERED: all have, so it starts. MISSED: its round came to nothing, or
@@ -317,17 +223,17 @@ def outlook(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequ
     an operator wants it to leave. REFUSED: the run has other limits; it counts for nothing as long as any other member
     shares those.
 
-    Of a head, a member first reads the chunk of its roll that it is in, if that matters.
+    A member first reads the chunk that it is in, if that matters.
     """
-    if now is not None and _has_reopened(now, ask):
-        return Outlook(Standing.MISSED, Next.RETURN)  # an etcd that lost writes has lost the round that reopened it
-    if now is None or (now.closed and now.number == ask.reopens) or (isinstance(now, HeardRound) and now.gone):
+    if now is None:  # etcd has lost the round in which it took its seat (G5)
+        return Outlook(Standing.MISSED, Next.RETURN) if ask.seated > ask.after else _PENDING
+    if (now.closed and now.number == ask.reopens) or (isinstance(now, KnownRound) and not now.chunk):
         return _PENDING
     must_start = now.ready and ask.seated == now.number > ask.after  # others count on it, wherever it stands by now
     if not now.closed and ask.node in now.drained and not must_start:
         return Outlook(Standing.DRAINED, Next.RETURN)
     if not now.closed and now.number < ask.seated:
-        return Outlook(Standing.MISSED, Next.RETURN)  # an etcd that lost writes has lost the round
+        return Outlook(Standing.MISSED, Next.RETURN)  # etcd has lost the round (G5)
     if not now.closed and now.limits not in (ask.limits, NO_ROUND.limits):
         return Outlook(Standing.REFUSED)
     if not now.closed and now.recalled and now.number <= ask.after:
@@ -344,43 +250,37 @@ def outlook(now: AnyRound | None, me: str, ask: JoinRequest) -> Outlook[JoinRequ
     return Outlook(Standing.SPARE) if now.size and not now.recalled and place.rank is None else _PENDING
 
 
-def _of_seat(now: AnyRound, ask: JoinRequest) -> Outlook[JoinRequest]:
+def _of_seat(now: RoundHead, ask: JoinRequest) -> Outlook[JoinRequest]:
     if now.ready:
         return Outlook(Standing.ANSWERED, Next.RETURN)
     if now.recalled:
         return Outlook(Standing.MISSED, Next.RETURN)
     if ask.seated == now.number:
         return _PENDING
-    takes = replace(ask, seated=now.number, failed=(), failed_at=0)  # that was another round
+    takes = replace(ask, seated=now.number, failed=())  # that was another round
     return Outlook(Standing.SEATED, Next.WRITE, takes)
 
 
 _PENDING: Final[Outlook[JoinRequest]] = Outlook(Standing.PENDING)
 
 
-def call_back(now: AnyRound | None, mine: AnyRound) -> tuple[int, str]:
+def call_back(now: RoundHead | None, mine: RoundHead) -> tuple[int, str]:
     """How many nodes wait for a participant of the round `mine` to come back to the rendezvous, and why; 0 if none.
 
     A run that is over calls everybody back, to hear why, unless the workers of this very round are done: then all
     others are, or soon will be, and must not be disturbed.
     """
-    if now is None or now.number < mine.number:  # an etcd that lost writes: nobody went on without this node
-        return 0, ""
+    if now is None or now.number < mine.number:
+        return 1, f"etcd has lost the record of round {mine.number}"  # G5
     if now.closed:
-        is_done = now.outcome == records.FINISHED and is_same_round(now, mine)
+        is_done = now.outcome == records.FINISHED and now.name == mine.name
         return (0, "") if is_done else (1, f"the run is over: {now.closed}")
-    if not is_same_round(now, mine):
-        is_lost = now.number == mine.number and now.recalled and not now.size
-        return 1, now.recalled if is_lost else f"round {now.number} was formed without this node"
+    if now.name != mine.name:
+        return 1, f"round {now.number} was formed without this node"
     return (max(1, now.waiting), now.recalled) if now.recalled else (0, "")
 
 
-def is_same_round(one: AnyRound, other: AnyRound) -> bool:
-    """Whether two records are of one round: an etcd that lost writes may see its number given again."""
-    return (one.number, one.roll) == (other.number, other.roll)
-
-
-def close(now: AnyRound, reason: str, outcome: str, *, speaks: bool) -> Round | RoundHead | None:
+def close(now: RoundHead, reason: str, outcome: str, *, speaks: bool) -> RoundHead | None:
     """The record that ends the run; None to leave it as it is.
 
     Args:
@@ -390,7 +290,7 @@ def close(now: AnyRound, reason: str, outcome: str, *, speaks: bool) -> Round | 
     return replace(now, closed=reason, outcome=outcome) if speaks and not now.closed else None
 
 
-def drain(now: AnyRound, leavers: Sequence[JoinRequest], reason: str) -> Round | RoundHead | None:
+def drain(now: RoundHead, leavers: Sequence[JoinRequest], reason: str) -> RoundHead | None:
     """The record that has nodes leave; None if `why_not_drained` gives a reason.
 
     Args:
@@ -404,7 +304,7 @@ def drain(now: AnyRound, leavers: Sequence[JoinRequest], reason: str) -> Round |
     return replace(now, drained=(*now.drained, *more), recalled=recalled)
 
 
-def why_not_drained(now: AnyRound, leavers: Sequence[JoinRequest]) -> str:
+def why_not_drained(now: RoundHead, leavers: Sequence[JoinRequest]) -> str:
     """Why nodes cannot be drained, or need not be; empty if they can. Takes what the members of these nodes ask."""
     if any(ask.seated > now.number for ask in leavers):  # nobody would learn of it from an older record
         return "etcd has lost the record of its round: stop its agent, or evict it"
@@ -415,10 +315,8 @@ def why_not_drained(now: AnyRound, leavers: Sequence[JoinRequest]) -> str:
     return "it is to leave already" if all(ask.node in now.drained for ask in leavers) else ""
 
 
-def _may_have_seat(now: AnyRound, ask: JoinRequest) -> bool:
-    """Of a head this errs on the safe side while seats are being taken: nobody has begun to work by then."""
-    if isinstance(now, Round):
-        return ask.node in now.nodes
+def _may_have_seat(now: RoundHead, ask: JoinRequest) -> bool:
+    """Errs on the safe side while seats are being taken: nobody has begun to work by then."""
     return ask.seated == now.number or not now.ready
 
 
@@ -429,7 +327,7 @@ def form(poll: RoundPoll, options: RoundOptions, now: float) -> Verdict[Round]:
     """The next round, or why not yet."""
     situation, (fewest, most) = poll.situation, poll.limits
     previous = situation.previous
-    nodes_before = (previous or NO_ROUND).nodes
+    nodes_before = previous.nodes if previous else {}
     back = [member for member in poll.asking if member.ask.node in nodes_before]
     if not poll.asking or len(poll.asking) < fewest:
         there = f"{len(poll.asking)} of at least {fewest} nodes are there" if fewest > 1 else "no node asks for a round"
@@ -455,7 +353,7 @@ def _enough_at(poll: RoundPoll) -> float:
 
 
 def _complete(poll: RoundPoll) -> Publish[Round]:
-    situation, previous = poll.situation, poll.situation.previous or NO_ROUND
+    situation, previous = poll.situation, poll.situation.previous or Round.of(NO_ROUND)
     nodes_before = previous.nodes
     back = sorted(
         (member for member in poll.asking if member.ask.node in nodes_before),
@@ -463,18 +361,19 @@ def _complete(poll: RoundPoll) -> Publish[Round]:
     )
     new = [member for member in poll.asking if member.ask.node not in nodes_before]
     ranked = _rank((back + new)[: poll.limits[1]], nodes_before)
-    known = [max(member.ask.after, member.ask.seated) for member in situation.members]
-    number = max([*known, previous.number, situation.highest]) + 1
+    number = max([previous.number, *(member.ask.highest for member in situation.members)]) + 1
+    away = [Away(member.id, poll.last_seat_of(member)) for member in poll.busy]
+    away += [Away(seat.member, previous.number) for seat in situation.unheard]
     first = ranked[0].ask
     decided = Round(
         number,
-        tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked),
+        situation.token,
+        len(ranked),
+        records.chunks_for(len(ranked) + len(away)),
         first.address,
         first.port,
-        away=(
-            *(Away(member.id, poll.last_seat_of(member)) for member in poll.busy),
-            *(Away(seat.member, previous.number) for seat in situation.unheard),
-        ),
+        seats=tuple(Seat(member.id, member.ask.node, member.ask.host) for member in ranked),
+        away=tuple(away),
         min_nodes=poll.limits[0],
         max_nodes=poll.limits[1],
         before=previous.closed or why_ended(previous.recalled, situation.decided_revision, situation.ends),

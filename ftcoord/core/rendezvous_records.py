@@ -1,34 +1,50 @@
 """The JSON records of a rendezvous and the keys they live under. `docs/protocol.md` is their description.
 
-    <prefix>/members/<lease id>       JoinRequest          one per member, under its lease
-    <prefix>/decided                  Round, RoundHead     the last decision, under the run's lease
-    <prefix>/rolls/<roll id>/<chunk>  RollChunk            who sits where in a RoundHead's round, under the same lease
-    <prefix>/rounds/<number>          -                    exists as long as this round may be written to
-    <prefix>/store/<number>/...       -                    the store of the round
+    <prefix>/members/<lease id>    JoinRequest    one per member, under its lease
+    <prefix>/decided               RoundHead      the last decision, under the run's lease
+    <prefix>/seats/<r>/<chunk>     Chunk          who sits where in that round, compressed, under the same lease
+    <prefix>/rounds/<r>            -              the fence: exists as long as this round's store may be written to
+    <prefix>/store/<r>/...         -              the store of the round
 
-A small round is one record, the Round. A large one is a head of constant size and a roll in chunks: each member is sent
-the head, and reads its own chunk. All of them are layout v4.
+`<r>` is `<number>-<token>`, a round's name. The head has one size for any round: each member is sent it, and reads the
+one chunk that it is in.
 
 Parsing is strict: what does not fit raises StateError naming the key, and is never guessed at or overwritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Annotated, Final, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple
 
-from ftcoord.core.strict import LARGEST_COUNT, V4, Count, Range, Raw, Size, build, build_each, dump, load
+from ftcoord.core import layout
+from ftcoord.core.strict import (
+    LARGEST_COUNT,
+    V4,
+    Count,
+    Range,
+    Raw,
+    Size,
+    build,
+    build_each,
+    dump,
+    dump_packed,
+    load,
+    load_packed,
+)
 from ftcoord.errors import StateError
 
-_DIGEST_BYTES: Final = 8
 _RECORDS: Final = 4
 """Decided records that a process keeps parsed: it may have many nodes."""
-_MOST_CHUNKS: Final = 2**20
-"""The most chunks of a roll, which anybody may have written: nobody has so many nodes."""
-_LONGEST_ROLL_ID: Final = 128
+CHUNK: Final = 8
+"""Members a chunk, on average: it costs a node less than a head does."""
+MOST_CHUNKS: Final = 100
+"""Chunks of a round: all are written with its head, in one transaction of at most 128 operations."""
+TOKEN_DIGITS: Final = 16
+_HEX: Final = frozenset("0123456789abcdef")
 _Port = Annotated[int, Range(0, 2**16 - 1)]
 LONGEST_LINE: Final = 400
 """Characters of a reason, an exception or a name."""
@@ -106,7 +122,6 @@ class JoinRequest:
             its workers still run; else empty. Such a member asks for nothing.
         failed: the failure of its worker that failed in round `seated`, or, when it asks again, in round `after`; at
             most one. It holds its seat until it comes back.
-        failed_at: etcd's revision at which it first wrote that, if it writes it again; else 0.
     """
 
     node: str
@@ -121,7 +136,6 @@ class JoinRequest:
     reopens: Annotated[int, Range(-1, LARGEST_COUNT)] = -1
     holds: str = ""
     failed: tuple[WorkerFailure, ...] = ()
-    failed_at: Size = 0
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -152,14 +166,15 @@ class Away:
 
 
 @dataclass(frozen=True)
-class Round:
-    """The decided record: one membership, and what happened to it.
+class RoundHead:
+    """The decided record: one round, and what happened to it. Its size does not depend on the round's.
 
     Args:
-        number: 1, 2, ...; never used twice in a run.
-        seats: the participants in rank order.
+        number: 1, 2, ...; 0 for a run that never had a round.
+        token: 16 hex digits, random: no other round of this number has the same, also where etcd lost that one.
+        size: the number of participants; 0 for a record that is no round.
+        chunks: in how many keys its seats are.
         address, port: the bootstrap address of the round (MASTER_ADDR and MASTER_PORT), at rank 0's host.
-        away: the live members that had not come back in time; their earlier asks do not count.
         min_nodes, max_nodes: the run's limits, which all of its members share; 0 while none were stated.
         ready: whether all participants have taken their seats. Nobody starts before that. It stays when the round is
             recalled: members that learn of it late must start too, since others rely on them.
@@ -173,10 +188,11 @@ class Round:
     """
 
     number: Count
-    seats: tuple[Seat, ...]
+    token: str
+    size: Size
+    chunks: Annotated[int, Range(0, MOST_CHUNKS)]
     address: str
     port: _Port
-    away: tuple[Away, ...] = ()
     min_nodes: Size = 0
     max_nodes: Size = 0
     ready: bool = False
@@ -189,19 +205,54 @@ class Round:
     drained: tuple[str, ...] = ()
 
     @property
+    def name(self) -> str:
+        """What its keys are named after; unlike that of any other round of its number, which etcd may have lost."""
+        return f"{self.number}-{self.token}"
+
+    @property
     def limits(self) -> tuple[int, int]:
         """The fewest and the most nodes of a round; zeros while no limits were stated."""
         return self.min_nodes, self.max_nodes
 
     @property
-    def size(self) -> int:
-        """The number of participants; 0 for a record that is no round."""
-        return len(self.seats)
+    def known(self) -> Mapping[int, Seat]:
+        """By rank: the seats that are known here. All of them where there is one chunk, once that was read."""
+        return {}
 
-    @cached_property
-    def roll(self) -> str:
-        """The name that tells this roll from others with the same number, as `RoundHead.roll` does."""
-        return _digest(self, 0)
+    def place_of(self, member: str) -> Place | None:
+        """Where a member sits; None if that is not known here."""
+        return None if self.chunks else Place(None, 0)
+
+    def rank_of(self, member: str) -> int | None:
+        """The rank of a member; None if it has none, or that is not known here."""
+        place = self.place_of(member)
+        return None if place is None else place.rank
+
+
+NO_ROUND: Final = RoundHead(0, "", 0, 0, "", 0)
+"""The record of a run that never had a round, for closing it or stating its limits."""
+
+
+@dataclass(frozen=True)
+class Round(RoundHead):
+    """A round with all of its seats, as its decider and operators know it.
+
+    Args:
+        seats: the participants in rank order.
+        away: the live members that had not come back in time; their earlier asks do not count.
+    """
+
+    seats: tuple[Seat, ...] = ()
+    away: tuple[Away, ...] = ()
+
+    @classmethod
+    def of(cls, head: RoundHead, seats: tuple[Seat, ...] = (), away: tuple[Away, ...] = ()) -> Round:
+        """The round of this head, whose seats these are."""
+        return cls(**_fields_of(head), seats=seats, away=away)
+
+    @property
+    def known(self) -> Mapping[int, Seat]:
+        return dict(enumerate(self.seats))
 
     @cached_property
     def ranks(self) -> Mapping[str, int]:
@@ -213,12 +264,7 @@ class Round:
         """The ranks, by node."""
         return {seat.node: rank for rank, seat in enumerate(self.seats)}
 
-    def rank_of(self, member: str) -> int | None:
-        """The rank of a member, by its member id."""
-        return self.ranks.get(member)
-
-    def place_of(self, member: str) -> Place | None:
-        """Where a member sits."""
+    def place_of(self, member: str) -> Place:
         return Place(self.ranks.get(member), self.last_seats.get(member, 0))
 
     @cached_property
@@ -227,91 +273,39 @@ class Round:
         return {away.member: away.round for away in self.away} | {seat.member: self.number for seat in self.seats}
 
 
-NO_ROUND: Final = Round(0, (), "", 0)
-"""The record of a run that never had a round, for closing it or stating its limits."""
-
-
 @dataclass(frozen=True)
-class RoundHead:
-    """The part of a large round's record that everybody is sent. Its size does not depend on the round's.
+class KnownRound(RoundHead):
+    """A round as one member knows it: with the one chunk that it is in.
 
     Args:
-        size: the number of participants.
-        roll: the name of the roll. No other decider and no other decision ever has the same, unless its roll is the
-            same.
-        chunks: in how many keys the roll is stored.
-
-    The other fields are those of a Round.
-    """
-
-    number: Count
-    size: Annotated[int, Range(1, LARGEST_COUNT)]
-    roll: str
-    chunks: Annotated[int, Range(1, _MOST_CHUNKS)]
-    address: str
-    port: _Port
-    min_nodes: Size = 0
-    max_nodes: Size = 0
-    ready: bool = False
-    recalled: str = ""
-    waiting: Size = 0
-    closed: str = ""
-    outcome: str = ""
-    before: str = ""
-    by: str = ""
-    drained: tuple[str, ...] = ()
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        """The fewest and the most nodes of a round; zeros while no limits were stated."""
-        return self.min_nodes, self.max_nodes
-
-    def chunk_of(self, member: str) -> int:
-        """The chunk that would contain a member's place."""
-        return chunk_of(member, self.chunks)
-
-    def place_of(self, member: str) -> Place | None:
-        """Where a member sits; None if that is not known here."""
-        return None
-
-    def rank_of(self, member: str) -> int | None:
-        """The rank of a member; None if it has none, or that is not known here."""
-        place = self.place_of(member)
-        return None if place is None else place.rank
-
-
-@dataclass(frozen=True)
-class HeardRound(RoundHead):
-    """A head as one member knows it: with the chunk of the roll about that member, once it has read that.
-
-    Args:
-        chunk: None while none was read.
+        chunk: None if its keys were deleted before it was read: another round was decided, and its record will follow.
         at: the number of the chunk.
-        gone: the roll was deleted before it was read, because another round was decided: its record will follow.
     """
 
-    chunk: RollChunk | None = None
+    chunk: Chunk | None = None
     at: int = 0
-    gone: bool = False
 
     @classmethod
-    def of(cls, head: RoundHead, chunk: RollChunk | None = None, at: int = 0, *, gone: bool = False) -> HeardRound:
-        """What is known of this head now, regardless of what was known before."""
-        said = {field.name: getattr(head, field.name) for field in fields(RoundHead)}
-        return cls(**said, chunk=chunk, at=at, gone=gone)
+    def of(cls, head: RoundHead, chunk: Chunk | None, at: int) -> KnownRound:
+        """The round of this head, of which this chunk is known."""
+        return cls(**_fields_of(head), chunk=chunk, at=at)
+
+    @property
+    def known(self) -> Mapping[int, Seat]:
+        return dict(zip(self.chunk.ranks, self.chunk.seats, strict=True)) if self.chunk else {}
 
     def place_of(self, member: str) -> Place | None:
-        if self.chunk is None or self.chunk_of(member) != self.at:
-            return None
+        if self.chunk is None or chunk_of(member, self.chunks) != self.at:
+            return super().place_of(member)
         return self.chunk.place_of(member, self.number)
 
 
-AnyRound: TypeAlias = Round | RoundHead
-"""The decided record, in either form."""
+def _fields_of(head: RoundHead) -> dict[str, Any]:
+    return {field.name: getattr(head, field.name) for field in fields(RoundHead)}
 
 
 class Place(NamedTuple):
-    """A member's place, by a roll.
+    """A member's place, by a round's chunks.
 
     Args:
         rank: its rank in this round; None without a seat.
@@ -322,132 +316,63 @@ class Place(NamedTuple):
     last: int
 
 
-class WholeRoll(NamedTuple):
-    """Who sits where in a round: what a head does not say of it."""
-
-    seats: tuple[Seat, ...]
-    away: tuple[Away, ...]
-
-
 @dataclass(frozen=True)
-class RollChunk:
-    """One part of a roll, column by column: the seats (`members`, `nodes`, `hosts`, `ranks`), and the live members that
-    the round was formed without (`away`, and the `rounds` in which they last had a seat)."""
+class Chunk:
+    """A part of who sits where: the `seats` with these `ranks`, and live members that the round was formed without."""
 
-    members: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
-    away: tuple[str, ...] = ()
-    rounds: tuple[int, ...] = ()
+    seats: tuple[Seat, ...] = ()
+    away: tuple[Away, ...] = ()
 
     def place_of(self, member: str, number: int) -> Place:
         """Where a member of this chunk sits in the round of this number."""
-        if member in self.members:
-            return Place(self.ranks[self.members.index(member)], number)
-        return Place(None, self.rounds[self.away.index(member)] if member in self.away else 0)
+        rank = next((rank for rank, seat in zip(self.ranks, self.seats, strict=True) if seat.member == member), None)
+        if rank is not None:
+            return Place(rank, number)
+        return Place(None, next((one.round for one in self.away if one.member == member), 0))
 
 
-@dataclass(frozen=True, slots=True)
-class RollSizes:
-    """When a roll is stored beside its head, and in how many chunks.
-
-    Args:
-        inline: with at most so many members, it is in the record itself.
-        chunk: members per chunk, on average.
-    """
-
-    inline: int
-    chunk: int
-
-    def is_inline(self, round_: Round) -> bool:
-        """Whether this round is one record."""
-        return len(round_.seats) + len(round_.away) <= self.inline
-
-    def chunks_for(self, round_: Round) -> int:
-        """In how many chunks its roll is stored."""
-        return -(-(len(round_.seats) + len(round_.away)) // self.chunk)
-
-
-ROLLS: Final = RollSizes(inline=32, chunk=8)
-"""A round of 32 nodes takes as long in either form. Beyond that a head and a chunk cost each node less: a chunk of 8
-has 0.8 kB, as much as two heads."""
+def chunks_for(members: int) -> int:
+    """In how many keys the places of so many members are written."""
+    return min(-(-members // CHUNK), MOST_CHUNKS)
 
 
 def chunk_of(member: str, chunks: int) -> int:
-    """The chunk that a member is in: four bytes of BLAKE2b of its id, modulo their number."""
-    return int.from_bytes(blake2b(member.encode(), digest_size=4).digest(), "big") % chunks
+    """The chunk that a member is in, whether it has a rank or not: four bytes of BLAKE2b of its id, modulo their
+    number."""
+    return int.from_bytes(blake2b(member.encode(), digest_size=4).digest(), "big") % chunks if chunks else 0
 
 
-def roll_id(round_: Round, chunks: int, decider: str) -> str:
-    """The name of the roll of a new round. It contains the decider and a digest of the contents: so nobody ever writes
-    or deletes what another decider has written, or another decision of the same one."""
-    return f"{round_.number}-{decider}-{_digest(round_, chunks)}"
-
-
-def head_of(round_: Round, roll: str, chunks: int, by: str) -> RoundHead:
-    """The head of a round whose roll has this name."""
-    same = {field.name: getattr(round_, field.name) for field in fields(RoundHead) if field.name not in _ROLL_FIELDS}
-    return RoundHead(**{**same, "size": len(round_.seats), "roll": roll, "chunks": chunks, "by": by})
-
-
-def chunks_of(round_: Round, chunks: int) -> list[RollChunk]:
-    """Its roll, in so many chunks."""
-    seats: list[list[tuple[int, Seat]]] = [[] for _ in range(chunks)]
-    away: list[list[Away]] = [[] for _ in range(chunks)]
+def chunks_of(round_: Round) -> list[Chunk]:
+    """Who sits where, in as many chunks as the head has."""
+    seats: list[list[tuple[int, Seat]]] = [[] for _ in range(round_.chunks)]
+    away: list[list[Away]] = [[] for _ in range(round_.chunks)]
     for rank, seat in enumerate(round_.seats):
-        seats[chunk_of(seat.member, chunks)].append((rank, seat))
+        seats[chunk_of(seat.member, round_.chunks)].append((rank, seat))
     for one in round_.away:
-        away[chunk_of(one.member, chunks)].append(one)
+        away[chunk_of(one.member, round_.chunks)].append(one)
     return [
-        RollChunk(
-            tuple(seat.member for _, seat in seated),
-            tuple(seat.node for _, seat in seated),
-            tuple(seat.host for _, seat in seated),
-            tuple(rank for rank, _ in seated),
-            tuple(one.member for one in left),
-            tuple(one.round for one in left),
-        )
+        Chunk(tuple(rank for rank, _ in seated), tuple(seat for _, seat in seated), tuple(left))
         for seated, left in zip(seats, away, strict=True)
     ]
 
 
-def round_of(key: str, head: RoundHead, chunks: Iterable[RollChunk]) -> Round:
-    """The round of a head and its whole roll. Raises StateError, for the roll's key, if they do not fit together."""
-    return with_roll(head, *roll_of(key, head, chunks))
-
-
-def roll_of(key: str, head: RoundHead, chunks: Iterable[RollChunk]) -> WholeRoll:
-    """The whole roll of a head's round. Raises StateError, for the roll's key, if they do not fit together."""
+def seated(prefix: str, head: RoundHead, kvs: Mapping[str, bytes]) -> Round:
+    """The round of this head. Raises StateError if its seats are not all among these keys and values."""
     seats: dict[int, Seat] = {}
     away: list[Away] = []
-    for chunk in chunks:
-        rows = zip(chunk.ranks, chunk.members, chunk.nodes, chunk.hosts, strict=True)
-        seats.update((rank, Seat(*who)) for rank, *who in rows)
-        away += map(Away, chunk.away, chunk.rounds)
+    for at in range(head.chunks):
+        key = layout.chunk_key(prefix, head.name, at)
+        if key not in kvs:
+            decided = layout.decided_key(prefix)
+            raise StateError(key, f"is gone, though {decided} names it: delete that, so that all decide anew")
+        chunk = parse_chunk(key, kvs[key])
+        seats.update(zip(chunk.ranks, chunk.seats, strict=True))
+        away += chunk.away
     if seats.keys() != set(range(head.size)):
-        raise StateError(key, f"is no roll of {head.size} nodes")
-    return WholeRoll(tuple(seats[rank] for rank in range(head.size)), in_order(away))
-
-
-def in_order(away: Iterable[Away]) -> tuple[Away, ...]:
-    """In the order of a roll that was read: members that are away have no order of their own."""
-    return tuple(sorted(away, key=lambda one: one.member))
-
-
-def with_roll(head: RoundHead, seats: tuple[Seat, ...], away: tuple[Away, ...]) -> Round:
-    """The round of a head and its roll's contents."""
-    same = {field.name: getattr(head, field.name) for field in fields(RoundHead) if field.name not in _ROLL_FIELDS}
-    return Round(**same, seats=seats, away=away)
-
-
-_ROLL_FIELDS: Final = frozenset({"size", "roll", "chunks"})
-"""The fields of a head that replace the seats."""
-
-
-def _digest(round_: Round, chunks: int) -> str:
-    text = repr((round_.number, chunks, round_.seats, round_.away))
-    return blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+        raise StateError(layout.seats_span(prefix, head.name).start, f"has not the seats of {head.size} nodes")
+    ordered = tuple(seats[rank] for rank in range(head.size))
+    return Round.of(head, ordered, tuple(sorted(away, key=lambda one: one.member)))
 
 
 FINISHED: Final = "finished"
@@ -458,9 +383,20 @@ CLOSED: Final = "closed"
 """The outcome of a run that somebody closed by hand."""
 
 
-def encode(record: JoinRequest | Round | RoundHead | RollChunk) -> bytes:
-    """The record as JSON, with its layout's version."""
-    return dump(record, V4)
+def encode(record: JoinRequest | RoundHead) -> bytes:
+    """The record as JSON, with its layout's version; of a Round only its head."""
+    return dump(RoundHead(**_fields_of(record)) if isinstance(record, RoundHead) else record, V4)
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    """The chunk as compressed JSON."""
+    return dump_packed(chunk)
+
+
+def encode_seats(prefix: str, round_: Round) -> list[tuple[str, bytes]]:
+    """The keys with the seats of a round, and their values."""
+    chunks = enumerate(chunks_of(round_))
+    return [(layout.chunk_key(prefix, round_.name, at), encode_chunk(chunk)) for at, chunk in chunks]
 
 
 def parse_join_request(key: str, value: bytes) -> JoinRequest:
@@ -473,38 +409,26 @@ def parse_join_request(key: str, value: bytes) -> JoinRequest:
 
 
 @lru_cache(_RECORDS)
-def parse_decided(key: str, value: bytes) -> Round | RoundHead:
-    """The decided record, in either form. Raises StateError."""
-    raw = load(key, value, V4)
-    if "seats" in raw:
-        return _round(key, raw)
-    head = build(RoundHead, key, raw)
-    if not _is_roll_id(head.roll):
-        raise StateError(key, "names no roll that a round may have, so it is not ftcoord's")
+def parse_decided(key: str, value: bytes) -> RoundHead:
+    """The decided record. Raises StateError."""
+    head = build(RoundHead, key, load(key, value, V4))
+    if head.token != "" if head.number == 0 else not _is_token(head.token):
+        raise StateError(key, "has no token that a round may have, so it is not ftcoord's")
+    if bool(head.size) != bool(head.chunks):
+        raise StateError(key, f"has {head.size} seats in {head.chunks} chunks, so it is not ftcoord's")
     return head
 
 
-def _is_roll_id(name: str) -> bool:
-    """Whether a name may be part of a key."""
-    return len(name) <= _LONGEST_ROLL_ID and name.isascii() and name.replace("-", "").isalnum()
+def _is_token(token: str) -> bool:
+    """Whether it may be part of a key."""
+    return len(token) == TOKEN_DIGITS and not set(token) - _HEX
 
 
-def parse_round(key: str, value: bytes) -> Round:
-    """A round that is one record. Raises StateError."""
-    return _round(key, load(key, value, V4))
-
-
-def _round(key: str, raw: Raw) -> Round:
-    lists = {"seats": build_each(Seat, key, raw, "seats"), "away": build_each(Away, key, raw, "away")}
-    return build(Round, key, {**raw, **lists})
-
-
-def parse_chunk(key: str, value: bytes) -> RollChunk:
+def parse_chunk(key: str, value: bytes) -> Chunk:
     """Parse a chunk. Raises StateError."""
-    raw = load(key, value, V4)
-    chunk = build(RollChunk, key, raw)
-    if len({len(chunk.members), len(chunk.nodes), len(chunk.hosts), len(chunk.ranks)}) > 1:
+    raw = load_packed(key, value)
+    lists = {"seats": build_each(Seat, key, raw, "seats"), "away": build_each(Away, key, raw, "away")}
+    chunk = build(Chunk, key, {**raw, **lists})
+    if len(chunk.ranks) != len(chunk.seats):
         raise StateError(key, "has seats that are not whole")
-    if len(chunk.away) != len(chunk.rounds):
-        raise StateError(key, "does not say of all who are away since when")
     return chunk

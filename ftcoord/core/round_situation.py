@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final, Literal, TypeAlias
 
-from ftcoord.core.history import HistoryEvent
-from ftcoord.core.rendezvous_records import AnyRound, JoinRequest, Round, Seat
+from ftcoord.core.death_records import KnownCause
+from ftcoord.core.history import HistoryEvent, lost_ends, note_ends
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat
 
 SEATING: Final = 10.0
 """Seconds within which seats are to be taken, where the last call is not longer. A healthy node takes milliseconds."""
@@ -110,30 +111,26 @@ class RoundSituation:
     Args:
         changed_at: when any member last came, changed or went.
         previous_at: when `previous` was first seen in its state: formed, ready, recalled or closed.
-        vanished: `previous` is known, but its key is gone from etcd.
-        highest: the highest number that the decider ever saw, also in records that etcd has lost since.
         read_at: when the decider read the members as a whole. What they asked then, they may have said long before.
         deaths: the causes of those that have died, by their member ids, as far as anybody has said so.
         gone_since: when the decider saw that the first of those went that have a seat in the last round and are gone.
         ends: how parts in the last round have ended, as far as anybody has said so.
         decided_revision: etcd's, at which `previous` was written in that state.
         unreadable: the ids of the live members that say what cannot be read; they are not among `members`.
-        mine: the last round that the decider itself has started; etcd may have lost its record.
+        token: that of the next round.
     """
 
     members: Sequence[RoundCandidate]
     changed_at: float
     previous: Round | None
     previous_at: float
-    vanished: bool = False
-    highest: int = 0
     read_at: float = -inf
     deaths: Mapping[str, str] = field(default_factory=dict, hash=False)
     gone_since: float = -inf
     ends: Sequence[HistoryEvent] = ()
     decided_revision: int = 0
     unreadable: Set[str] = frozenset()
-    mine: AnyRound | None = None
+    token: str = ""
 
     @property
     def unheard(self) -> Sequence[Seat]:
@@ -188,8 +185,6 @@ class RoundPoll:
         previous = self.situation.previous
         if previous is None:
             return frozenset()
-        if not previous.seats:  # etcd has lost who had one; they know it
-            return {member.id for member in self.busy if member.ask.seated == previous.number}
         return previous.ranks.keys() | {holder.id for holder in self.held.values()}
 
     def last_seat_of(self, member: RoundCandidate) -> int:
@@ -228,6 +223,25 @@ def vacant(previous: Round, members: Iterable[RoundCandidate], unreadable: Set[s
     members = list(members)
     live = {member.id for member in members} | unreadable
     return previous.ranks.keys() - live - held_seats(previous, members).keys()
+
+
+def ends_of(
+    round_: Round,
+    members: Sequence[RoundCandidate],
+    deaths: Mapping[str, KnownCause],
+    unreadable: Set[str] = frozenset(),
+) -> list[HistoryEvent]:
+    """How parts in this round ended, as its members and their sentinels have written it by now. Who is gone without a
+    reason is noted as late as what was written last."""
+    known = [*(one.revision for one in members), *(one.revision for one in deaths.values())]
+    unknown = KnownCause("", max(known, default=0))
+    evicted = held_seats(round_, members).keys() & deaths.keys()  # their nodes came back
+    gone = [
+        (round_.seats[round_.ranks[one]], deaths.get(one, unknown))
+        for one in vacant(round_, members, unreadable) | evicted
+    ]
+    ends = note_ends({}, round_, ((one.ask, one.revision) for one in members), gone)
+    return [*ends.values(), *lost_ends(round_, gone, {one.ask.node for one in members})]
 
 
 def holds_seat(member: RoundCandidate, previous: Round) -> bool:

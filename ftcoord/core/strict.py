@@ -7,6 +7,7 @@ fields and types raises StateError with the key, and is never guessed at or over
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -71,6 +72,28 @@ def load(key: str, value: bytes, version: int = VERSION) -> Raw:
             key, f"has layout version {found!r}, and this ftcoord reads {version}: use one release in all of a job"
         )
     return raw
+
+
+LARGEST_PACKED: Final = 1 << 26
+"""Bytes of the JSON in a packed record. etcd takes 1.5 MiB, but others may have compressed anything."""
+
+
+def dump_packed(record: object) -> bytes:
+    """As `dump` of a record of rounds or quorums, compressed: for those that list many that are alike."""
+    return zlib.compress(dump(record, V4), 1)
+
+
+def load_packed(key: str, value: bytes) -> Raw:
+    """As `load`, of what `dump_packed` returned."""
+    reader = zlib.decompressobj()
+    try:
+        found = reader.decompress(value, LARGEST_PACKED)
+    except zlib.error:
+        load(key, value, V4)  # raises the error that names its layout, if it is of another release
+        raise StateError(key, "is not compressed, so it is not ftcoord's") from None
+    if reader.unconsumed_tail or not reader.eof:
+        raise StateError(key, "is cut off, or too large, so it is not ftcoord's")
+    return load(key, found, V4)
 
 
 def build(kind: type[Record], key: str, raw: Raw) -> Record:

@@ -29,11 +29,6 @@ class Publish(Generic[R]):
         rule: the rule of `decide`'s module that it follows.
         puts: keys to write in the same transaction, and their values.
         deletes: keys to delete in the same transaction.
-        no_newer: spans, each with a revision of etcd: etcd refuses the decision if a key of the span was created later.
-        beside: keys that the record refers to, and their values. It does not matter when they are written, because they
-            mean something only through the record. Their keys must be unlike all that another decider, or another
-            decision of the same one, ever wrote, or hold the same value. They are written with the record if they fit
-            into one transaction, else before it.
         nothing_follows: whether nothing is due after this decision, as long as no member comes, changes or goes.
         events: the events for the job's history, written in the same transaction if etcd takes them.
     """
@@ -43,8 +38,6 @@ class Publish(Generic[R]):
     rule: str = ""
     puts: Sequence[tuple[str, bytes]] = ()
     deletes: Sequence[Span] = ()
-    no_newer: Sequence[tuple[Span, int]] = ()
-    beside: Sequence[tuple[str, bytes]] = ()
     nothing_follows: bool = False
     events: Sequence[HistoryEvent] = ()
 
@@ -57,13 +50,11 @@ class Wait:
         reason: why not, for people.
         until: the time, on the decider's clock, at which to decide again in any case; None for the next event.
         rule: the rule of `decide`'s module that it follows.
-        events: events for the job's history, written alone, and once.
     """
 
     reason: str
     until: float | None = None
     rule: str = ""
-    events: Sequence[HistoryEvent] = ()
 
 
 Verdict: TypeAlias = Publish[R] | Wait

@@ -6,11 +6,11 @@ piles up. A feed ends with its last viewer.
 
 from __future__ import annotations
 
-import abc
 import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from ftcoord import concurrency
@@ -18,10 +18,10 @@ from ftcoord.closing import Closing
 from ftcoord.concurrency import StepThread
 from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStarted
 from ftcoord.etcd.api import Etcd
-from ftcoord.operator.history import explain, tell_history
-from ftcoord.operator.reading import JobWatch, ReadsLeases, read_jobs, with_leases
+from ftcoord.operator.history import explain, history_of
+from ftcoord.operator.reading import JobWatch, read_jobs, with_leases
 from ftcoord.operator.report import JobHistory, JobList, JobStatus, plain
-from ftcoord.operator.status import Rules
+from ftcoord.operator.status import JobKeys, Rules
 
 MOST_VIEWERS: Final = 200
 """The most viewers of all jobs together."""
@@ -129,9 +129,7 @@ class Board(Closing):
             if _is_full(sum(theirs), len(theirs), is_new, SHARE):
                 raise TooManyViewers("too many look at this page from your address: close some, and reload")
             if feed is None or is_new:
-                known = self._etcd, self._key_prefix
-                feed = _JobListFeed(*known) if job is None else _JobFeed(*known, job, self._rules)
-                self._feeds[job] = feed
+                feed = self._feeds[job] = PageFeed(self._etcd, self._key_prefix, job, self._rules)
             feed.viewers[wake] = client
             return feed
 
@@ -165,15 +163,28 @@ def _is_full(viewers: int, jobs: int, is_new: bool, share: int) -> bool:
 
 
 class PageFeed(Closing):
-    """One thread that reads etcd for all viewers of a job, or of the list."""
+    """One thread that reads etcd for all viewers of a job, or of the list of jobs if `job` is None.
 
-    def __init__(self, etcd: Etcd, key_prefix: str, name: str) -> None:
-        self._etcd, self._key_prefix = etcd, key_prefix  # never change
+    A job is reported when it, or its history, changes, with whether etcd answers. The list is read again and again:
+    following all jobs at once has no bound. Raises ThreadNotStarted.
+    """
+
+    def __init__(self, etcd: Etcd, key_prefix: str, job: str | None, rules: Rules) -> None:
+        self._read_jobs = partial(read_jobs, etcd, key_prefix)  # never changes
         # These two change in single steps, by any thread:
         self.news: Shown | None = None  # the newest state; None while there is none yet
         self.viewers: dict[Callable[[], None], str] = {}  # their addresses, by what wakes them
         self._ending = concurrency.event()
+        self._watch: JobWatch | None = None  # never changes
+        if job is not None:
+            self._watch = JobWatch(etcd, key_prefix, job, rules, every_timer=True, with_history=True)
+        name = "ftcoord-job-list" if job is None else "ftcoord-job-feed"
         self._thread = StepThread(self._step, name, self._wake, lambda: None, self._failed)
+        try:
+            self._thread.start()
+        except ThreadNotStarted:
+            self.close()
+            raise
 
     @property
     def has_ended(self) -> bool:
@@ -181,6 +192,8 @@ class PageFeed(Closing):
 
     def close(self) -> None:
         self._thread.close()
+        if self._watch is not None:
+            self._watch.close()
 
     def end(self, why: str) -> None:
         """Report that nothing follows, and why."""
@@ -193,85 +206,52 @@ class PageFeed(Closing):
         for wake in list(self.viewers):
             wake()
 
-    @abc.abstractmethod
-    def _step(self) -> None: ...
+    def _step(self) -> None:
+        keys = self._watch.wait() if self._watch is not None else None
+        if self._thread.closed:
+            return
+        began, rest = concurrency.now(), 0.0
+        try:
+            if self._watch is None:
+                rest = LIST_INTERVAL
+                self._publish(Shown(self._read_jobs()))
+            else:
+                rest = FEED_REST if keys is not None else 0.0
+                self._report(self._watch, keys)
+        except ClientClosed:
+            raise
+        except EtcdError as error:  # of a job: it never answered yet
+            self._publish(replace(self.news or Shown(None), error=str(error)))
+        if rest:
+            self._ending.wait(max(rest, 4 * (concurrency.now() - began)))
+
+    def _report(self, watch: JobWatch, keys: JobKeys | None) -> None:
+        has_changed, now, known = watch.take(keys) is not None, watch.last, watch.keys
+        if now is None or known is None:
+            return
+        history = history_of(known)
+        why = explain(now.status, known).text if history.events else ""
+        if has_changed or self.news is None or (self.news.why, self.news.history) != (why, history):
+            self._publish(Shown(now.status, now.error, why, history))
 
     def _wake(self) -> None:
         self._ending.set()
+        if self._watch is not None:
+            self._watch.wake()
 
     def _failed(self, error: BaseException) -> None:
         self.end(f"the page's watch has ended: {error}")
-
-
-class _JobFeed(PageFeed):
-    """Reports one job when it, or its history, changes, and whether etcd answers."""
-
-    def __init__(self, etcd: Etcd, key_prefix: str, job: str, rules: Rules) -> None:
-        super().__init__(etcd, key_prefix, "ftcoord-job-feed")
-        self._watch = JobWatch(etcd, key_prefix, job, rules, every_timer=True, with_history=True)
-        try:
-            self._thread.start()
-        except ThreadNotStarted:
-            self._watch.close()
-            raise
-
-    def close(self) -> None:
-        super().close()
-        self._watch.close()
-
-    def _step(self) -> None:
-        keys = self._watch.wait()
-        if self._thread.closed:
-            return
-        began = concurrency.now()
-        try:
-            has_changed = self._watch.take(keys) is not None
-        except ClientClosed:
-            raise
-        except EtcdError as error:  # it never answered yet
-            self._publish(Shown(None, str(error)))
-            return
-        if (now := self._watch.last) is not None and self._watch.keys is not None:
-            events = self._watch.keys.rounds.events, self._watch.keys.quorum.events
-            history = tell_history(now.job, *events)
-            why = explain(now.status, *events, self._watch.keys.quorum.deaths).text if history.events else ""
-            if has_changed or self.news is None or (self.news.why, self.news.history) != (why, history):
-                self._publish(Shown(now.status, now.error, why, history))
-        if keys is not None:
-            self._ending.wait(max(FEED_REST, 2 * (concurrency.now() - began)))
-
-    def _wake(self) -> None:
-        super()._wake()
-        self._watch.wake()
-
-
-class _JobListFeed(PageFeed):
-    """Reports the list of jobs, by reading it again and again: following all jobs at once has no bound."""
-
-    def __init__(self, etcd: Etcd, key_prefix: str) -> None:
-        super().__init__(etcd, key_prefix, "ftcoord-job-list")
-        self._thread.start()
-
-    def _step(self) -> None:
-        began = concurrency.now()
-        try:
-            self._publish(Shown(read_jobs(self._etcd, self._key_prefix)))
-        except ClientClosed:
-            raise
-        except EtcdError as error:
-            self._publish(replace(self.news or Shown(None), error=str(error)))
-        self._ending.wait(max(LIST_INTERVAL, 5 * (concurrency.now() - began)))
 
 
 class LeaseBook:
     """The times that members' leases have left: read from etcd once for all viewers. Thread-safe.
 
     Args:
-        etcd: used by one thread at a time.
+        time_left: etcd's, with a timeout; called by one thread at a time.
     """
 
-    def __init__(self, etcd: ReadsLeases) -> None:
-        self._etcd = etcd  # never changes
+    def __init__(self, time_left: Callable[..., tuple[int, int]]) -> None:
+        self._time_left = time_left  # never changes
         self._lock = concurrency.lock("LeaseBook._lock")  # guards what follows, and is held while etcd is asked
         self._known: dict[int, tuple[float, tuple[int, int]]] = {}
         self._asks_until = self._rests_until = -math.inf
@@ -283,14 +263,14 @@ class LeaseBook:
             now = concurrency.now()
             self._known = {one: known for one, known in self._known.items() if now - known[0] < LEASE_AGE}
             self._asks_until = now + LEASE_TIMEOUT
-            return with_leases(self, report)
+            return with_leases(self._known_time, report)
 
-    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
-        """For `with_leases`, with the lock held."""
+    def _known_time(self, lease_id: int) -> tuple[int, int]:
+        """With the lock held."""
         now = concurrency.now()
         if lease_id not in self._known and now >= self._rests_until:
             try:
-                left = self._etcd.time_left(lease_id, timeout=max(self._asks_until - now, 0))
+                left = self._time_left(lease_id, timeout=max(self._asks_until - now, 0))
                 self._known[lease_id] = now, left
             except EtcdError:  # the job's feed reports that etcd is away
                 self._rests_until = concurrency.now() + LEASE_AGE

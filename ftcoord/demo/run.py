@@ -1,37 +1,34 @@
 """Runs the demo: starts etcd and torchrun agents, kills one, starts a replacement, and prints what happens.
 
-No process of it outlives it.
+No process of it outlives it: ftcoord ends the workers of an agent that is killed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib.util
 import itertools
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.config import without_etcd
-from ftcoord.core.layout import decided_key
-from ftcoord.core.rendezvous_records import Round, parse_round
+from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import FtcoordError
 from ftcoord.escaping import neutral
-from ftcoord.etcd.api import Batch, Span, WatchItem
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.rendezvous.settings import RendezvousSettings
+from ftcoord.operator.reading import JobWatch
+from ftcoord.operator.report import RoundsStatus
+from ftcoord.operator.status import Rules
 
 STALL_TIMEOUT: Final = 180.0
 """Seconds without progress until the demo gives up: a slow machine takes long to import torch four times."""
@@ -41,8 +38,6 @@ LOG_TAIL: Final = 50
 """Lines of an agent's log that a failure shows: torchrun writes forty after the one with the cause."""
 PHASE_STEPS: Final = 60
 """Training steps to see between two events."""
-PR_SET_CHILD_SUBREAPER: Final = 36
-"""Of Linux: processes that lose their parent become children of this one."""
 _SCRIPT: Final = Path(__file__).with_name("train.py")
 
 T = TypeVar("T")
@@ -101,74 +96,23 @@ class Agent:
         """SIGTERM, which torchrun passes on to its workers; after `timeout` seconds SIGKILL."""
         if self.process.poll() is not None:
             return
-        workers = descendants(self.pid)
         self.process.terminate()
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            _signal(workers, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def no_orphans() -> Iterator[None]:
-    """On exit, kill the processes that were started below this one meanwhile, even those that lost their parent.
-
-    On Linux only. A torchrun that gets SIGTERM just as it starts a worker ends without ending that worker.
-    """
-    before = descendants(os.getpid())
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        _signal([pid for pid in descendants(os.getpid()) if pid not in before], signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes below `pid`, parents first."""
-    parents = _parents()
-    found = [pid]
-    for one in found:
-        found.extend(child for child, parent in parents.items() if parent == one)
-    return found[1:]
-
-
-def _parents() -> dict[int, int]:
-    """The parent of every process: from /proc, or where there is none from ps."""
-    if not Path("/proc/self/stat").exists():
-        table = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-        return {int(child): int(parent) for child, parent in (line.split() for line in table.splitlines())}
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    return parents
-
-
-def _signal(pids: Sequence[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 class Demo:
     """One run of the demo in `folder`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        server: EtcdServer,
-        client: EtcdClient,
-        stack: ExitStack,
-        clock: Callable[[], float] = concurrency.now,
-    ) -> None:
-        self._folder, self._server, self._client, self._stack, self._clock = folder, server, client, stack, clock
-        self._started_at = clock()
+    def __init__(self, folder: Path, server: EtcdServer, client: EtcdClient, stack: ExitStack) -> None:
+        self._folder, self._server, self._stack = folder, server, stack
+        self._started_at = concurrency.now()
         self._run = f"demo-{folder.name}"
         self._agents: dict[str, Agent] = {}
-        self._rounds: concurrency.Queue[Round | Exception] = concurrency.inbox()
+        self._watch = stack.enter_context(JobWatch(client, KEY_PREFIX, self._run, Rules(), every_timer=False))
         self._announced: set[tuple[int, bool]] = set()
         self._recalled_at = 0.0  # when the demo received the last recall
         self._progress = folder / "progress.jsonl"
@@ -179,21 +123,20 @@ class Demo:
 
     def play(self) -> None:
         """Run the whole demo. Raises DemoError."""
-        self._watch_rounds()
         self._start("a", "b", "c")
         first = self._await_round(3)
-        lost = self._agents[self._seated(first)[0]]
+        lost = self._agents[first[0]]
         before = self._await_steps()
         self._say(f"kill -9 agent {lost.name} (pid {lost.pid}): rank 0's store is gone, and its worker is an orphan")
-        killed_at = self._clock()
+        killed_at = concurrency.now()
         lost.kill()
         second = self._await_round(2)
-        recalled, took = self._recalled_at - killed_at, self._clock() - killed_at
+        recalled, took = self._recalled_at - killed_at, concurrency.now() - killed_at
         self._say(
             f"the survivors were recalled {recalled:.1f} s after the kill, and have a new round after {took:.1f} s"
         )
         alone = self._await_steps()
-        if lost.name in self._seated(second):
+        if lost.name in second:
             raise DemoError("the lost agent has a seat in the new round")
         self._start("d")
         self._await_round(3)
@@ -203,51 +146,36 @@ class Demo:
         self._check_losses([before, alone, together, self._reports()[-PHASE_STEPS // 2 :]])
 
     def _say(self, text: str) -> None:
-        print(f"{self._clock() - self._started_at:6.1f} s  {text}", flush=True)
+        print(f"{concurrency.now() - self._started_at:6.1f} s  {text}", flush=True)
 
-    # -- rounds, as etcd reports them -----------------------------------------------------------------------------
+    # -- rounds, as `ftcoord watch` reports them ------------------------------------------------------------------
 
-    def _watch_rounds(self) -> None:
-        settings = RendezvousSettings.parse(
-            backend="etcd-v3", endpoint="", run_id=self._run, min_nodes=2, max_nodes=3, local_addr=None, conf={}, env={}
-        )
-        key = decided_key(settings.prefix)
-        self._client.watch(Span(key), self._client.get(key).revision + 1, self._on_decided)
-
-    def _on_decided(self, item: WatchItem) -> None:
-        if isinstance(item, Exception):  # that ends the watch
-            self._rounds.put(item)
-        elif isinstance(item, Batch):
-            for event in item.events:
-                if event.kind == "put":
-                    self._rounds.put(parse_round(event.kv.key, event.kv.value))
-
-    def _await_round(self, world: int) -> Round:
-        """The next round with `world` nodes. A record is written several times: each state of it is printed once."""
+    def _await_round(self, world: int) -> list[str]:
+        """The agents of the next round with `world` nodes, by rank. A round changes several times: it is printed when
+        it begins, and when it is recalled."""
         while True:
-            now = self._until(self._next_record, lambda: f"a round of {world} nodes")
-            state = (now.number, bool(now.recalled))
-            if now.closed or not now.seats or state in self._announced:
-                continue
-            self._announced.add(state)
+            now = self._until(self._changed_round, lambda: f"a round of {world} nodes")
+            self._announced.add((now.number, bool(now.recalled)))
             if now.recalled:
-                self._recalled_at = self._clock()
+                self._recalled_at = concurrency.now()
                 self._say(f"round {now.number} is recalled: {self._named(now.recalled)}")
                 continue
-            ranks = ", ".join(f"{name} rank {rank}" for rank, name in enumerate(self._seated(now)))
+            if (now.number - 1, True) not in self._announced:
+                self._recalled_at = concurrency.now()  # the recall before it was over too soon to be seen
+            hosts = {one.rank: one.host for one in now.members if one.rank is not None}
+            hosts |= {one.rank: one.host for one in now.missing}
+            seated = [self._named(host) for _, host in sorted(hosts.items())]
+            ranks = ", ".join(f"{name} rank {rank}" for rank, name in enumerate(seated))
             self._say(f"round {now.number}: {ranks}; bootstrap at {now.address}:{now.port}")
-            if len(now.seats) == world:
-                return now
+            if now.size == world:
+                return seated
 
-    def _next_record(self) -> Round | None:
-        """Raises EtcdError when the rounds can be followed no longer."""
-        record = None if self._rounds.empty() else self._rounds.get()
-        if isinstance(record, Exception):
-            raise record
-        return record
-
-    def _seated(self, now: Round) -> list[str]:
-        return [self._named(seat.host) for seat in now.seats]
+    def _changed_round(self) -> RoundsStatus | None:
+        """A round that was not printed yet; None if there is none within seconds. Raises EtcdError."""
+        now = found.status.rounds if (found := self._watch.next()) is not None else None
+        if now is None or now.closed or not now.size or (now.number, bool(now.recalled)) in self._announced:
+            return None
+        return now
 
     def _named(self, text: str) -> str:
         """Agents by their names in the demo, not by host and pid."""
@@ -287,49 +215,42 @@ class Demo:
         reports = self._until(
             lambda: now if len(now := new()) >= PHASE_STEPS else None,
             lambda: f"{PHASE_STEPS} steps of training ({len(new())} so far)",
-            lambda: len(new()),
         )
         last = reports[-1]
         self._say(f"training on {last['world']} nodes: step {last['step']}, loss {last['loss']:.4f}")
         return reports
 
     def _await_end(self) -> None:
-        live = self._live()
+        names = ", ".join(agent.name for agent in self._live())
         self._until(
-            lambda: all(agent.process.poll() == 0 for agent in live),
-            lambda: f"the end of {', '.join(agent.name for agent in live if agent.process.poll() is None)}",
-            lambda: len(self._reports()) + sum(agent.process.poll() is not None for agent in live),
+            lambda: all(agent.process.poll() == 0 for agent in self._live()),
+            lambda: f"the end of {names} (at step {self._reports()[-1]['step']})",
         )
-        self._say(
-            f"the job is done at step {self._reports()[-1]['step']}; {', '.join(a.name for a in live)} ended with 0"
-        )
+        self._say(f"the job is done at step {self._reports()[-1]['step']}; {names} ended with 0")
 
     def _live(self) -> list[Agent]:
         return [agent for agent in self._agents.values() if not agent.lost]
 
-    def _until(
-        self, ready: Callable[[], T | None], what: Callable[[], str], progress: Callable[[], int] = lambda: 0
-    ) -> T:
+    def _until(self, ready: Callable[[], T | None], what: Callable[[], str]) -> T:
         """Wait until `ready` returns something true, and return that.
 
         Args:
-            what: what the demo waits for; printed now and then, and when it does not come.
-            progress: changes with each step towards it. A slow machine may take any time, as long as there is progress
-                every STALL_TIMEOUT seconds.
+            what: what the demo waits for, and how far it is; printed now and then, and when it does not come. A slow
+                machine may take any time, as long as this changes every STALL_TIMEOUT seconds.
         """
-        last, moved_at = progress(), self._clock()
+        last, moved_at = what(), concurrency.now()
         report_at = moved_at + REPORT_INTERVAL
         while not (result := ready()):
-            now = self._clock()
-            if (current := progress()) != last:
+            now = concurrency.now()
+            if (current := what()) != last:
                 last, moved_at = current, now
             if failed := [agent for agent in self._live() if agent.process.poll()]:
                 names = ", ".join(f"{agent.name} (exit code {agent.process.poll()})" for agent in failed)
                 raise self._failure(f"these agents failed: {names}", failed)
             if now > moved_at + STALL_TIMEOUT:
-                raise self._failure(f"no progress for {STALL_TIMEOUT:g} s while waiting for {what()}", self._live())
+                raise self._failure(f"no progress for {STALL_TIMEOUT:g} s while waiting for {last}", self._live())
             if now >= report_at:
-                self._say(f"... waiting for {what()}")
+                self._say(f"... waiting for {last}")
                 report_at = now + REPORT_INTERVAL
             self._tick.wait(0.1)
         return result
@@ -343,12 +264,8 @@ class Demo:
 
     def _failure(self, problem: str, agents: Sequence[Agent]) -> DemoError:
         """The error, with the end of these agents' logs: later lines only show how the demo ended the agents."""
-        parts = [problem, *(agent.last_words(LOG_TAIL) for agent in agents)]
-        parts.append(f"the whole logs are in {self._folder}; their later lines only show how the demo ended the agents")
-        load, processors = os.getloadavg()[0], os.cpu_count() or 1
-        if load > 2 * processors:
-            parts.append(f"this machine is busy (load {load:.0f} on {processors} processors): try again when it is not")
-        return DemoError("\n".join(parts))
+        logs = f"the whole logs are in {self._folder}; their later lines only show how the demo ended the agents"
+        return DemoError("\n".join([problem, *(agent.last_words(LOG_TAIL) for agent in agents), logs]))
 
 
 def run_demo(folder: Path | None) -> None:
@@ -363,7 +280,6 @@ def run_demo(folder: Path | None) -> None:
     )
     logging.basicConfig(filename=folder / "demo.log", level=logging.INFO)
     with ExitStack() as stack:
-        stack.enter_context(no_orphans())
         server = stack.enter_context(EtcdServer(log_path=str(folder / "etcd.log"), login=True))
         client = stack.enter_context(server.get_client())
         demo = Demo(folder, server, client, stack)

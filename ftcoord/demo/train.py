@@ -34,18 +34,16 @@ def save(path: Path, state: dict[str, Any]) -> None:
     unfinished.replace(path)
 
 
-def mean(value: float) -> float:
-    """The mean over all ranks."""
+def reduced(value: float, op: Any) -> float:
+    """All ranks' values, reduced to one."""
     total = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total.item()) / dist.get_world_size()
+    dist.all_reduce(total, op=op)
+    return float(total.item())
 
 
 def least(value: float) -> float:
     """The smallest of all ranks' values."""
-    smallest = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-    return float(smallest.item())
+    return reduced(value, dist.ReduceOp.MIN)
 
 
 def last_step(folder: Path) -> float:
@@ -87,7 +85,7 @@ def train_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.T
     loss = nn.functional.mse_loss(ddp(inputs), wanted)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    return mean(loss.item())
+    return reduced(loss.item(), dist.ReduceOp.SUM) / dist.get_world_size()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ class Get:
         keys_only: leave the values empty.
         count_only: return no keys, only their number.
         order: by the bytes of the keys, or by creation, the oldest or the newest first.
-        created_before: only keys created before this revision; 0 for all.
         revision: read as of this past revision; 0 for the newest. RequestRefused is raised if etcd has compacted it.
     """
 
@@ -65,7 +64,6 @@ class Get:
     keys_only: bool = False
     count_only: bool = False
     order: Literal["keys", "oldest", "newest"] = "keys"
-    created_before: int = 0
     revision: int = 0
 
 
@@ -103,14 +101,12 @@ class Compare:
         target: its create revision, mod revision, version, value or lease.
         relation: how the two compare.
         operand: bytes for ``value``, else an int.
-        end: if not empty, the guard applies to every key from `key` up to, but not including, `end`, in byte order.
     """
 
     key: str
     target: Literal["create", "mod", "version", "value", "lease"]
     relation: Literal["=", "!=", ">", "<"]
     operand: int | bytes
-    end: bytes = b""
 
 
 def absent(key: str) -> Compare:
@@ -126,11 +122,6 @@ def exists(key: str) -> Compare:
 def unchanged(key: str, mod_revision: int) -> Compare:
     """Guard: the key was last written at `mod_revision` (0: it does not exist)."""
     return Compare(key, "mod", "=", mod_revision)
-
-
-def none_newer(span: Span, revision: int) -> Compare:
-    """Guard: no key of the span was created after `revision`."""
-    return Compare(span.start, "create", "<", revision + 1, span.end)
 
 
 def check_writes(success: Sequence[Op], failure: Sequence[Op]) -> None:

@@ -84,7 +84,7 @@ _MESSAGES: Final[dict[str, str]] = {
     " lease 6 int64",
     "Event": "type 1 int32, kv 2 KeyValue",
     "RangeRequest": "key 1 bytes, range_end 2 bytes, limit 3 int64, revision 4 int64, sort_order 5 int32,"
-    " sort_target 6 int32, keys_only 8 bool, count_only 9 bool, max_create_revision 13 int64",
+    " sort_target 6 int32, keys_only 8 bool, count_only 9 bool",
     "RangeResponse": "header 1 Header, kvs 2 KeyValue*, count 4 int64",
     "PutRequest": "key 1 bytes, value 2 bytes, lease 3 int64",
     "PutResponse": "header 1 Header",
@@ -95,7 +95,7 @@ _MESSAGES: Final[dict[str, str]] = {
     "ResponseOp": "response_range 1 RangeResponse?response, response_put 2 PutResponse?response,"
     " response_delete_range 3 DeleteRangeResponse?response",
     "Compare": "result 1 int32, target 2 int32, key 3 bytes, version 4 int64?operand, create_revision 5 int64?operand,"
-    " mod_revision 6 int64?operand, value 7 bytes?operand, lease 8 int64?operand, range_end 64 bytes",
+    " mod_revision 6 int64?operand, value 7 bytes?operand, lease 8 int64?operand",
     "TxnRequest": "compare 1 Compare*, success 2 RequestOp*, failure 3 RequestOp*",
     "TxnResponse": "header 1 Header, succeeded 2 bool, responses 3 ResponseOp*",
     "CompactionRequest": "revision 1 int64",
@@ -217,8 +217,6 @@ def _write_range(raw: Any, get: Get) -> None:
     raw.limit, raw.revision, raw.keys_only, raw.count_only = get.limit, get.revision, get.keys_only, get.count_only
     if get.order != "keys":
         raw.sort_order, raw.sort_target = SORT[get.order], SORT_BY_CREATE
-    if get.created_before:
-        raw.max_create_revision = get.created_before - 1
 
 
 def _write_op(raw: Any, op: Op) -> None:
@@ -233,7 +231,7 @@ def _write_op(raw: Any, op: Op) -> None:
 
 
 def _write_compare(raw: Any, compare: Compare) -> None:
-    raw.key, raw.range_end, raw.result = encode_key(compare.key), compare.end, _RELATION[compare.relation]
+    raw.key, raw.result = encode_key(compare.key), _RELATION[compare.relation]
     raw.target, field = _TARGET[compare.target]
     setattr(raw, field, compare.operand)
 

@@ -83,20 +83,26 @@ def retry(
         except transient as error:
             return None, error
 
-    def pause(state: tenacity.RetryCallState) -> float:
+    def pause(failures: int) -> float:
         left = max(deadline - concurrency.now(), 0)
-        return min(backoff(state.attempt_number), left / 2)  # leaves time for one more attempt
+        return min(backoff(failures), left / 2)  # leaves time for one more attempt
+
+    def is_over() -> bool:
+        return cancelled.is_set() or concurrency.now() >= deadline
 
     def wait(seconds: float) -> None:
         cancelled.wait(seconds)
 
-    value, error = tenacity.Retrying(
-        retry=tenacity.retry_if_result(lambda outcome: outcome[1] is not None),
-        stop=lambda _: cancelled.is_set() or concurrency.now() >= deadline,
-        wait=pause,
-        sleep=wait,
-        retry_error_callback=lambda state: state.outcome and state.outcome.result(),
-    )(tried)
+    value, error = tried()
+    if error is not None and not is_over():  # tenacity costs as much as all else that asks for a quorum does
+        wait(pause(1))
+        value, error = tenacity.Retrying(
+            retry=tenacity.retry_if_result(lambda outcome: outcome[1] is not None),
+            stop=lambda _: is_over(),
+            wait=lambda state: pause(state.attempt_number + 1),
+            sleep=wait,
+            retry_error_callback=lambda state: state.outcome and state.outcome.result(),
+        )(tried)
     if error is not None:
         try:
             raise error

@@ -1,7 +1,7 @@
 """Serves metrics to Prometheus over HTTP, with prometheus_client, which is loaded only when metrics are served.
 
 prometheus_client's own server answers any `Host`, has no bound of its connections, and lets one that does its TLS
-handshake slowly delay all others. So its handler runs on a server that has these bounds.
+handshake slowly delay all others.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import socket
 import socketserver
 import ssl
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Final
 
-from ftcoord import concurrency, files, fork, proc
+from ftcoord import concurrency, files, fork
 from ftcoord.closing import Closing
 from ftcoord.config import exposure, parse_host, text, variable, whole
 from ftcoord.errors import ConfigError, FtcoordError, ServerError, ThreadNotStarted
@@ -38,14 +38,13 @@ LOOPBACK: Final = "127.0.0.1"
 PLAIN: Final = "text/plain; charset=utf-8"
 
 MOST_SCRAPERS: Final = 32
-"""Connections at a time. For one more, the oldest that has not sent its request yet is ended."""
-MOST_THREADS: Final = 2 * MOST_SCRAPERS
-"""At a time: those of connections that were ended for others may not have noticed it yet."""
+"""Connections, and threads, at a time. One more is closed, and so is the oldest: a scrape takes a moment, so the oldest
+one is most likely silent, and the next newcomer is served."""
 CONNECTION_TIMEOUT: Final = 30.0
 """Seconds that a connection may last in all: the TLS handshake, its one request, and the answer."""
 TURN: Final = 0.5
-"""Seconds between two looks for connections that have lasted too long, and after a connection that found no free
-descriptor."""
+"""Seconds between two looks for connections that have lasted too long, after a connection that could not be accepted,
+and that `close` takes at most."""
 
 port_number = whole(0, 65535, "; 0 takes a free one")
 """A parser for ports to listen on."""
@@ -138,9 +137,7 @@ def is_allowed_host(header: str, names: Collection[str]) -> bool:
 class MetricsServer(Closing, socketserver.TCPServer):
     """Serves the metrics of `collect` over HTTP, until `close()`, on bounded threads of its own.
 
-    Each scrape runs on its own thread, with its own registry, so it contains nothing of other users of
-    prometheus_client in the process. A peer that is silent or slow delays neither others nor `close()`. It does not
-    serve in a forked child.
+    A peer that is silent or slow delays neither others nor `close()`. It does not serve in a forked child.
 
     Args:
         address: where to serve.
@@ -156,29 +153,27 @@ class MetricsServer(Closing, socketserver.TCPServer):
         prometheus()
         self.collect, self._tls = collect, address.tls  # never change
         self.names = {address.host.lower(), socket.gethostname().lower(), *address.host_names}  # never change
-        self._owner = fork.OwnerProcess("this server belongs to the parent process")
-        self._lock = concurrency.lock("MetricsServer._lock")  # guards these two
-        self._peers: dict[Any, float] = {}  # when each connection ends
-        self._silent: dict[Any, None] = {}  # those on which nothing was asked, and that may be ended; oldest first
-        with ExitStack() as undo:
+        self._lock = concurrency.lock("MetricsServer._lock")  # guards the next one
+        self._peers: dict[Any, float] = {}  # when each connection ends, -inf if it was ended; the oldest first
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            self.address_family = found[0][0]
+            super().__init__(found[0][4][:2], _Handler)  # type: ignore[arg-type]
+            fork.hide(self.fileno())
             try:
-                found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-                self.address_family = found[0][0]
-                super().__init__(found[0][4][:2], _Handler)  # type: ignore[arg-type]
-                undo.callback(self.server_close)
-                fork.hide(self.fileno())
                 concurrency.thread(self.serve_forever, "ftcoord-metrics", TURN).start()
-            except (OSError, ThreadNotStarted) as error:  # of sockets, names and files
-                where = f"{address.host}:{address.port}"
-                raise ServerError(f"cannot serve metrics on {where}: {error}; choose another address") from None
-            undo.pop_all()
+            except ThreadNotStarted:
+                self.server_close()
+                raise
+        except (OSError, ThreadNotStarted) as error:  # of sockets, names and files
+            where = f"{address.host}:{address.port}"
+            raise ServerError(f"cannot serve metrics on {where}: {error}; choose another address") from None
         host = f"[{address.host}]" if ":" in address.host else address.host
         self.url: Final = f"{'https' if address.tls else 'http'}://{host}:{self.socket.getsockname()[1]}/metrics"
 
     def close(self) -> None:
-        """Stop serving, at once: waits for no answer in progress. Idempotent; does nothing in a forked child."""
-        if self._owner.is_current and self.fileno() >= 0:
-            _end(self.socket)  # which wakes the thread at once on Linux
+        """Stop serving: waits for no answer in progress. Idempotent."""
+        if self.fileno() >= 0:
             self.shutdown()
             self._end_until(math.inf)
             self.server_close()
@@ -191,40 +186,35 @@ class MetricsServer(Closing, socketserver.TCPServer):
         """Called after each connection, and every `TURN` seconds."""
         self._end_until(concurrency.now())
 
-    def _end_until(self, now: float) -> None:
+    def _end_until(self, now: float, most: int = MOST_SCRAPERS) -> None:
         with self._lock:
-            for peer, ends in self._peers.items():
-                if ends <= now:
-                    _end(peer)
+            for peer in [one for one, ends in self._peers.items() if -math.inf < ends <= now][:most]:
+                self._peers[peer] = -math.inf
+                with suppress(OSError):  # not by TLS's own way, which would write to the peer
+                    socket.socket.shutdown(peer, socket.SHUT_RDWR)  # wakes the thread that reads or writes here
 
     def get_request(self) -> tuple[Any, Any]:
         try:
             peer, address = super().get_request()
-        except OSError as error:
-            if error.errno in proc.NO_DESCRIPTORS:  # the loop would ask again at once
-                concurrency.sleep(TURN)
+        except OSError:  # usually there is no descriptor: the loop would ask again at once
+            concurrency.sleep(TURN)
             raise
-        if self._tls is not None:
+        if self._tls is not None:  # the handshake comes with the first read, on the connection's own thread
             peer = self._tls.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
         return peer, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._peers) >= MOST_SCRAPERS:
+            self._end_until(math.inf, most=1)
+            self.shutdown_request(request)
+            return
         with self._lock:
-            oldest = next(iter(self._silent), None) if len(self._peers) >= MOST_SCRAPERS else None
-            if oldest is not None:
-                del self._silent[oldest]
-                _end(oldest)
-            welcome = len(self._peers) < (MOST_SCRAPERS if oldest is None else MOST_THREADS)
-            if welcome:
-                self._peers[request] = concurrency.now() + CONNECTION_TIMEOUT
-                self._silent[request] = None
+            self._peers[request] = concurrency.now() + CONNECTION_TIMEOUT
         try:
-            if welcome:
-                concurrency.thread(self._serve, "ftcoord-scrape", request, client_address).start()
-                return
+            concurrency.thread(self._serve, "ftcoord-scrape", request, client_address).start()
         except ThreadNotStarted as error:
             log.debug("a connection is not served: %s", error)
-        self.shutdown_request(request)
+            self.shutdown_request(request)
 
     def _serve(self, request: Any, client_address: Any) -> None:
         try:
@@ -233,14 +223,8 @@ class MetricsServer(Closing, socketserver.TCPServer):
         finally:
             self.shutdown_request(request)
 
-    def note_request(self, peer: Any) -> None:
-        """A connection has sent its request."""
-        with self._lock:
-            self._silent.pop(peer, None)
-
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            self._silent.pop(request, None)
             self._peers.pop(request, None)
         super().shutdown_request(request)
 
@@ -251,28 +235,18 @@ class _Handler(BaseHTTPRequestHandler):
     server: MetricsServer
     server_version, sys_version = "ftcoord", ""
 
-    def setup(self) -> None:
-        if isinstance(self.request, ssl.SSLSocket):
-            self.request.do_handshake()
-        super().setup()
-
     def do_GET(self) -> None:
-        self.server.note_request(self.request)
-        if not is_allowed_host(self.headers.get("Host", ""), self.server.names):
-            why = f"this name is not served: add it to {HOST_NAMES_VARIABLE}\n"
-            self._answer(421, why.encode())
-            return
         status, kind = 200, PLAIN
         try:
-            text, kind = exposed(self.server.collect)
+            if is_allowed_host(self.headers.get("Host", ""), self.server.names):
+                text, kind = exposed(self.server.collect)
+            else:
+                status, text = 421, f"this name is not served: add it to {HOST_NAMES_VARIABLE}\n".encode()
         except FtcoordError as error:
             status, text = 503, f"{error}\n".encode(errors="replace")
         except Exception:  # a bug of a collector, which prometheus_client calls: this peer gets an error, not silence
             log.exception("the metrics could not be read")
             status, text = 500, b"the metrics could not be read: see the log\n"
-        self._answer(status, text, kind)
-
-    def _answer(self, status: int, text: bytes, kind: str = PLAIN) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(text)))
@@ -283,12 +257,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Log no request."""
 
 
-def _end(peer: socket.socket) -> None:
-    """Wake the thread that reads or writes here. Not by TLS's own way, which would write to the peer."""
-    with suppress(OSError):
-        socket.socket.shutdown(peer, socket.SHUT_RDWR)
-
-
 # -- the metrics of this process -----------------------------------------------------------------------------------
 
 
@@ -296,15 +264,9 @@ class _Export:
     """The one server of this process's metrics."""
 
     def __init__(self) -> None:
-        self._lock = concurrency.lock("_Export._lock")  # guards all below; held while the server begins
-        self._begun = False
-        self._server: MetricsServer | None = None
-
-    def serve(self, address: MetricsAddress) -> str | None:
-        with self._lock:
-            if not self._begun:
-                self._begun, self._server = True, _serve(address)
-            return self._server.url if self._server is not None else None
+        self.lock = concurrency.lock("_Export.lock")  # guards all below; held while the server begins
+        self.begun = False
+        self.server: MetricsServer | None = None
 
 
 def serve_process(address: MetricsAddress | None) -> str | None:
@@ -312,17 +274,19 @@ def serve_process(address: MetricsAddress | None) -> str | None:
 
     Returns where they are served; None if they are not. If they cannot be served, one line is logged.
     """
-    return None if address is None else concurrency.of_process(_Export).serve(address)
-
-
-def _serve(address: MetricsAddress) -> MetricsServer | None:
-    try:
-        server = MetricsServer(address, collect_process)
-    except ServerError as error:
-        log.warning("this process serves no metrics, and goes on without: %s", error)
+    if address is None:
         return None
-    begin_counting()
-    log.info("the metrics of this process are at %s", server.url)
-    if warning := exposure(address.host, address.open_to):
-        log.warning("%s", warning)
-    return server
+    export = concurrency.of_process(_Export)
+    with export.lock:
+        if not export.begun:
+            export.begun = True
+            try:
+                export.server = MetricsServer(address, collect_process)
+            except ServerError as error:
+                log.warning("this process serves no metrics, and goes on without: %s", error)
+                return None
+            begin_counting()
+            log.info("the metrics of this process are at %s", export.server.url)
+            if warning := exposure(address.host, address.open_to):
+                log.warning("%s", warning)
+        return export.server.url if export.server is not None else None

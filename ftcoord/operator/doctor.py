@@ -1,38 +1,28 @@
 """Examines an etcd cluster: collects facts, which changes nothing in etcd but leases without keys, and judges them.
 
-`examine` does the I/O, `findings` is pure.
+`examine` does the I/O, `findings` is pure. How fast etcd's disk is shows in the latency of a write.
 """
 
 from __future__ import annotations
 
-import math
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from functools import partial
-from http.client import HTTPConnection, HTTPException
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.config import Endpoint, EtcdConfig, Tls
+from ftcoord.config import EtcdConfig
 from ftcoord.core.layout import runs_span
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdNoSpace
 from ftcoord.etcd.api import Compare, Get, MemberStatus, Put, WatchItem, newer_wanted
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.operator.report import FORMAT, Examination, Finding
 
-READS_TIMED: Final = 5
-WRITES_TIMED: Final = 3
+READS_TIMED, WRITES_TIMED = 5, 3
 SHORT_TTL: Final = 10
 """Seconds of a lease that is granted to time a write, and revoked at once."""
-FSYNC: Final = 'etcd_disk_wal_fsync_duration_seconds_bucket{le="'
-"""How the buckets of a member's histogram of fsyncs begin in its metrics."""
-MOST_READ: Final = 4 * 1024 * 1024
-"""The most bytes of a member's metrics; they take about 100 kB."""
-
-OK, HINT, PROBLEM = "ok", "hint", "problem"
+OK, HINT, PROBLEM = LEVELS = "ok", "hint", "problem"
 DEFAULT_QUOTA: Final = 2 * 1024**3
 """Bytes: etcd's default of `--quota-backend-bytes`, for versions that do not report it."""
 ALMOST_FULL: Final = 0.8
@@ -43,28 +33,7 @@ SLOW_READ, SLOW_WRITE = 0.1, 0.25
 """Seconds. A round takes some of each, one after the other."""
 HOPELESS: Final = 1.0
 """Seconds. Writes that take as long count as lost, and are sent again."""
-SLOW_FSYNC: Final = 0.016
-"""Seconds: etcd wants 99 of 100 fsyncs within 10 ms; its buckets are 8 and 16 ms."""
-CLOCKS_DIFFER: Final = 3.0
-"""Seconds. HTTP reports whole ones."""
 NO_SPACE: Final = "NOSPACE"
-
-
-@dataclass(slots=True)
-class EndpointFacts:
-    """An endpoint, and the status that it reported, or why it reported none.
-
-    Args:
-        fsync_seconds: 99 of 100 fsyncs of its log took no longer; infinite if more than 1 of 100 exceeded its highest
-            bucket; None if it does not report them.
-        clock_ahead: seconds that its clock is ahead of this host's; None if it does not report it.
-    """
-
-    endpoint: str
-    status: MemberStatus | None = None
-    error: str = ""
-    fsync_seconds: float | None = None
-    clock_ahead: float | None = None
 
 
 @dataclass(slots=True)
@@ -72,7 +41,7 @@ class EtcdFacts:
     """What was seen of an etcd cluster.
 
     Args:
-        endpoints: the facts of each endpoint that the user gave.
+        endpoints: of each endpoint that the user gave the status that it reported, or why it reported none.
         is_loopback: whether all of them are on this machine.
         has_tls, has_login: how the connection is made.
         key_prefix: the prefix of the jobs' keys.
@@ -86,7 +55,7 @@ class EtcdFacts:
             was not tried.
     """
 
-    endpoints: list[EndpointFacts]
+    endpoints: list[tuple[str, MemberStatus | str]]
     is_loopback: bool
     has_tls: bool
     has_login: bool
@@ -104,7 +73,7 @@ class EtcdFacts:
     @property
     def answering(self) -> list[tuple[str, MemberStatus]]:
         """The endpoints that answered, and their statuses."""
-        return [(one.endpoint, one.status) for one in self.endpoints if one.status is not None]
+        return [(endpoint, status) for endpoint, status in self.endpoints if isinstance(status, MemberStatus)]
 
 
 # -- collecting -----------------------------------------------------------------------------------------------------
@@ -112,31 +81,26 @@ class EtcdFacts:
 
 def examine(config: EtcdConfig, key_prefix: str) -> EtcdFacts:
     """All facts that are available. Others are left out: a missing endpoint or permission is itself reported."""
-    seen = [_endpoint(config, one) for one in config.endpoints]
+    seen = [(str(at), _status(replace(config, endpoints=(at,)))) for at in config.endpoints]
     is_loopback = all(one.is_loopback for one in config.endpoints)
     facts = EtcdFacts(seen, is_loopback, config.tls is not None, config.credentials is not None, key_prefix)
-    there = tuple(at for at, one in zip(config.endpoints, seen, strict=True) if one.status is not None)
+    there = tuple(at for at, (_, found) in zip(config.endpoints, seen, strict=True) if isinstance(found, MemberStatus))
     if there:
         with EtcdClient(replace(config, endpoints=there)) as etcd:
             try:
                 _call(etcd, facts)
             except EtcdError as error:
-                facts.endpoints.append(EndpointFacts("the cluster", error=str(error)))
+                facts.endpoints.append(("the cluster", str(error)))
     return facts
 
 
-def _endpoint(config: EtcdConfig, at: Endpoint) -> EndpointFacts:
-    facts = EndpointFacts(str(at))
-    with EtcdClient(replace(config, endpoints=(at,))) as etcd:
+def _status(config: EtcdConfig) -> MemberStatus | str:
+    with EtcdClient(config) as etcd:
         try:
             etcd.member_status()  # it connects, and logs in
-            facts.status = etcd.member_status()
+            return etcd.member_status()
         except EtcdError as error:
-            facts.error = str(error)
-            return facts
-    if (served := read_metrics(at, config.tls, config.request_timeout)) is not None:
-        facts.fsync_seconds, facts.clock_ahead = quantile_bound(served[0], FSYNC, 0.99), served[1]
-    return facts
+            return str(error)
 
 
 def _call(etcd: EtcdClient, facts: EtcdFacts) -> None:
@@ -188,51 +152,6 @@ def _timed(call: Callable[[], object], times: int) -> float:
     return sorted(taken)[times // 2]
 
 
-def read_metrics(endpoint: Endpoint, tls: Tls | None, timeout: float) -> tuple[str, float | None] | None:
-    """A member's metrics in Prometheus' text format, and the seconds that its clock is ahead of this host's, None if it
-    reports no time. None if it does not serve metrics at the clients' port: not every etcd does."""
-    connection = HTTPConnection(endpoint.host, endpoint.port, timeout=timeout)
-    try:
-        connection.connect()
-        if tls is not None:
-            name = tls.name_at(endpoint.host)
-            connection.sock = _tls_context(tls).wrap_socket(connection.sock, server_hostname=name)
-        connection.request("GET", "/metrics")
-        answer = connection.getresponse()
-        now, date = concurrency.wall(), answer.getheader("Date")
-        if answer.status != 200:
-            return None
-        text = answer.read(MOST_READ).decode(errors="replace")
-        return text, parsedate_to_datetime(date).timestamp() - now if date else None
-    except (OSError, HTTPException, ValueError):
-        return None
-    finally:
-        connection.close()
-
-
-def _tls_context(tls: Tls) -> ssl.SSLContext:
-    """A context that checks a server's certificate as gRPC does. Raises OSError for a file that cannot be read.
-
-    Python alone is stricter with authorities from 3.13 on: a certificate from a plain `openssl req -x509` does not
-    state what its key is for.
-    """
-    context = ssl.create_default_context(cafile=tls.ca)
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    if tls.cert:
-        context.load_cert_chain(tls.cert, tls.key)
-    return context
-
-
-def quantile_bound(text: str, start: str, share: float) -> float | None:
-    """A bound that this share of a histogram's values does not exceed, infinite if it is above the highest bucket; None
-    if there are no values. The lines of its buckets begin with `start`."""
-    lines = (line.removeprefix(start).partition('"') for line in text.splitlines() if line.startswith(start))
-    buckets = sorted((float(bound), float(rest.rpartition(" ")[2])) for bound, _, rest in lines)
-    if not buckets or not buckets[-1][1]:
-        return None
-    return next(bound for bound, count in buckets if count >= share * buckets[-1][1])
-
-
 # -- judging --------------------------------------------------------------------------------------------------------
 
 _ok, _hint, _problem = (partial(Finding, level) for level in (OK, HINT, PROBLEM))
@@ -240,23 +159,19 @@ _ok, _hint, _problem = (partial(Finding, level) for level in (OK, HINT, PROBLEM)
 
 def findings(facts: EtcdFacts) -> Examination:
     """All findings, problems first."""
-    checks = _reached, _members, _space, _speed, _security, _rights, _clocks
+    checks = _reached, _members, _space, _speed, _security, _rights
     found = [one for check in checks for one in check(facts)]
-    found.sort(key=lambda one: (PROBLEM, HINT, OK).index(one.level))
+    found.sort(key=lambda one: -LEVELS.index(one.level))
     return Examination(FORMAT, all(one.level != PROBLEM for one in found), tuple(found))
 
 
-def _judged(level: str, about: str, found: str, do: str) -> Finding:
-    return Finding(level, about, found, do if level != OK else "")
-
-
 def _reached(facts: EtcdFacts) -> Iterator[Finding]:
-    for one in facts.endpoints:
-        if one.status is None:
+    for endpoint, found in facts.endpoints:
+        if isinstance(found, str):
             do = "start that member, or take it out of the list; check that the TLS settings fit it"
-            yield _problem(f"endpoint {one.endpoint}", one.error, do)
+            yield _problem(f"endpoint {endpoint}", found, do)
         else:
-            yield _ok(f"endpoint {one.endpoint}", f"answers in {_ms(one.status.seconds)}")
+            yield _ok(f"endpoint {endpoint}", f"answers in {_ms(found.seconds)}")
     if len(facts.endpoints) == 1 and not facts.is_loopback:
         do = "give all members of the cluster, so that a job outlives the loss of this one"
         yield _hint("endpoints", "only one is given", do)
@@ -320,22 +235,13 @@ def _space(facts: EtcdFacts) -> Iterator[Finding]:
 def _speed(facts: EtcdFacts) -> Iterator[Finding]:
     slow_network = "check the network between here and etcd, and etcd's CPU"
     slow_disk = "give etcd's log a fast disk of its own: each write waits for its fsync"
-    measured = (
+    for what, seconds, slow, do in (
         ("read", facts.read_seconds, SLOW_READ, slow_network),
         ("write", facts.write_seconds, SLOW_WRITE, slow_disk),
-    )
-    for what, seconds, slow, do in measured:
+    ):
         if seconds is not None:
             level = PROBLEM if seconds >= HOPELESS else HINT if seconds >= slow else OK
-            yield _judged(level, f"{what} latency", _ms(seconds), do)
-    known = [(one.endpoint, one.fsync_seconds) for one in facts.endpoints if one.fsync_seconds is not None]
-    if not known and facts.answering:
-        yield _ok("fsync latency", "unknown: no endpoint serves metrics at /metrics")
-    for endpoint, seconds in known:
-        found = f"99 of 100 took at most {_ms(seconds)} since it was started"
-        if math.isinf(seconds):
-            found = "more than 1 of 100 took longer than etcd's highest bucket (some seconds) since it was started"
-        yield _judged(HINT if seconds > SLOW_FSYNC else OK, f"fsync latency {endpoint}", found, slow_disk)
+            yield Finding(level, f"{what} latency", _ms(seconds), do if level != OK else "")
 
 
 def _security(facts: EtcdFacts) -> Iterator[Finding]:
@@ -367,20 +273,6 @@ def _rights(facts: EtcdFacts) -> Iterator[Finding]:
     ):
         if fault is not None:
             yield _problem(about, f"none {works}: {fault}", do) if fault else _ok(about, works)
-
-
-def _clocks(facts: EtcdFacts) -> Iterator[Finding]:
-    """No decision depends on clocks; but the times that people read do."""
-    known = [(one.endpoint, one.clock_ahead) for one in facts.endpoints if one.clock_ahead is not None]
-    off = [(endpoint, ahead) for endpoint, ahead in known if abs(ahead) > CLOCKS_DIFFER]
-    for endpoint, ahead in off:
-        found = f"that of {endpoint} is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
-        do = "synchronize both by NTP: times in histories and logs differ, and certificates may be refused"
-        yield _hint("clocks", found, do)
-    if not off:
-        same = f"this host's agrees with {', '.join(one for one, _ in known)} within {CLOCKS_DIFFER:.0f} s"
-        found = same if known else "not compared: no endpoint reports its time"
-        yield _ok("clocks", f"{found}; no decision depends on clocks")
 
 
 def _ms(seconds: float) -> str:

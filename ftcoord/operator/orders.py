@@ -1,31 +1,29 @@
 """Operators' orders, from the command line or the dashboard: the target is found by name, the order is one guarded
 transaction, and the result is reported.
 
-`by` is who gives an order: the job's history records it. `timeout` is in seconds, for each request.
+`planned` finds the target of any of them, so that it can be shown before anything is done. `by` is who gives an order:
+the job's history records it. `timeout` is in seconds, for each request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.core import rendezvous_records
-from ftcoord.core.death_records import REMEMBERED_FOR, Death, encode
-from ftcoord.core.layout import death_key, member_of, quorum_prefix, run_prefix
-from ftcoord.core.quorum_records import parse_replica
-from ftcoord.core.rendezvous import why_not_drained
-from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, parse_decided, parse_join_request
+from ftcoord.core import death_records, layout, quorum_records, rendezvous, rendezvous_records
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, RoundHead, parse_decided, parse_join_request
 from ftcoord.errors import ConfigError, EtcdError, FtcoordError, NotInQuorum, OutcomeUnknown, StateError
 from ftcoord.escaping import counted
 from ftcoord.etcd.api import Compare, Etcd, KeyValue, Put
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.operator.job_keys import JobKeys
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.report import FORMAT, Done, no_such_job
-from ftcoord.primitives.group.events import ordered
+from ftcoord.operator.status import JobKeys
+from ftcoord.primitives.group.decided_record import ordered
 from ftcoord.rendezvous.record_change import RecordChange, change_record, draining, ending
 
 CLOSED_TTL: Final = 3600
@@ -36,9 +34,65 @@ class NothingThere(FtcoordError):
     """The order has no target, or was not carried out."""
 
 
-def because(what: str, reason: str | None) -> str:
-    """What was done, with the given reason."""
-    return f"{what}: {reason}" if reason else what
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order.
+
+    Args:
+        what: evict, drain, close or kill.
+        job: the job.
+        name: the member, node or replica; empty to close the job.
+        who: who gives the order.
+        reason: why; empty for no reason.
+        through: where it was given, as `the page of ops@h1, from 10.0.0.7`; empty for a command.
+        force: for drain: also if fewer nodes would stay than a round needs.
+        wait: for kill: seconds to wait until the member is gone.
+    """
+
+    what: str
+    job: str
+    name: str
+    who: str
+    reason: str
+    through: str = ""
+    force: bool = False
+    wait: float = 10.0
+
+    def why(self, done: str) -> str:
+        """What was done, by whom, and why."""
+        through, reason = self.through and f" through {self.through}", self.reason and f": {self.reason}"
+        return f"{done} by {self.who}{through}{reason}"
+
+
+Planned: TypeAlias = tuple[Sequence[str], Callable[[], Done]]
+"""What an order does, each a line, and the function that does it, which raises what the functions below raise."""
+
+
+def planned(etcd: Etcd, key_prefix: str, order: Order, timeout: float) -> Planned:
+    """Find the target of an order. Raises NothingThere, ConfigError if the name matches several, StateError and
+    EtcdError."""
+    job, name, of = order.job, order.name, (etcd, key_prefix, order.job)
+    if order.what == "evict":
+        members, why = find_members(*of, name), order.why("evicted")
+        about = [f"evict {one} from {job!r}" for one in members]
+        return about, lambda: evict_members(etcd, job, members, why, order.who)
+    if order.what == "drain":
+        leaver, why = find_leavers(*of, name, force=order.force)[0], order.why("was drained")
+        # By its node: others may have gone, and a round may have begun, while the user thought about it.
+        by_node = partial(drain, *of, leaver.node, why, order.who, timeout, force=order.force)
+        return [f"have {leaver.node} on {leaver.host} leave {job!r}"], by_node
+    if order.what == "close":
+        rounds, why = _known_job(*of).rounds, order.why("closed")
+        if rounds.is_empty:
+            raise NothingThere(f"{job!r} has no rendezvous to close; its replicas end one by one: `ftcoord kill`")
+        about = [f"close {job!r} for its {len(rounds.members())} nodes: each ends with an error"]
+        return about, lambda: close_job(*of, why, order.who, timeout)
+    found = {one.owner for one in members_called(read_job(*of), name) if one.group == "quorums"}
+    if len(found) > 1:
+        raise ConfigError("REPLICA", name, f"it is the name of several: give one of {' or '.join(sorted(found)[:5])}")
+    replica, why = next(iter(found - {""}), name), order.why("killed")
+    about = [f"end the process of the manager of {replica!r} of {job!r}"]
+    return about, lambda: kill_replica(*of, replica, why, order.wait, order.who)
 
 
 # -- whom a name means ----------------------------------------------------------------------------------------------
@@ -64,7 +118,7 @@ class NamedMember:
 
     @property
     def id(self) -> str:
-        return member_of(self.kv.key)
+        return layout.member_of(self.kv.key)
 
     def __str__(self) -> str:
         where = f" on {self.host}" if self.host else ""
@@ -94,7 +148,7 @@ def _named_members(keys: JobKeys) -> Iterator[NamedMember]:
     for kv in keys.quorum.members():
         owner = ""
         with suppress(StateError):
-            owner = parse_replica(kv.key, kv.value).request.replica_id
+            owner = quorum_records.parse_replica(kv.key, kv.value).request.replica_id
         yield NamedMember(keys.quorum.prefix, kv, owner, "", "quorums")
 
 
@@ -104,21 +158,23 @@ def _ask_of(kv: KeyValue) -> JoinRequest | None:
     return None
 
 
+def _find(etcd: Etcd, key_prefix: str, job: str, name: str) -> tuple[JobKeys, list[NamedMember]]:
+    """A job, and its members that a name refers to, all of one owner."""
+    keys = _known_job(etcd, key_prefix, job)
+    members = members_called(keys, name)
+    if not members:
+        raise NothingThere(f"no live member of {job!r} is called {name!r}: `ftcoord status` lists the members")
+    if len(owners(members)) > 1:
+        listed = " or ".join(f"{one.id} ({one.owner})" for one in members[:5])
+        raise ConfigError("NODE", name, f"it is the name of several: give the member id of {listed}")
+    return keys, members
+
+
 def _known_job(etcd: Etcd, key_prefix: str, job: str) -> JobKeys:
     keys = read_job(etcd, key_prefix, job)
     if not keys.exists:
         raise NothingThere(no_such_job(job))
     return keys
-
-
-def _find(keys: JobKeys, name: str) -> list[NamedMember]:
-    members = members_called(keys, name)
-    if not members:
-        raise NothingThere(f"no live member of {keys.job!r} is called {name!r}: `ftcoord status` lists the members")
-    if len(owners(members)) > 1:
-        listed = " or ".join(f"{one.id} ({one.owner})" for one in members[:5])
-        raise ConfigError("NODE", name, f"it is the name of several: give the member id of {listed}")
-    return members
 
 
 # -- evict ----------------------------------------------------------------------------------------------------------
@@ -127,7 +183,7 @@ def _find(keys: JobKeys, name: str) -> list[NamedMember]:
 def find_members(etcd: Etcd, key_prefix: str, job: str, name: str) -> list[NamedMember]:
     """The members that a name refers to, all of one owner. Raises NothingThere, ConfigError if the name matches several
     owners, and EtcdError."""
-    return _find(_known_job(etcd, key_prefix, job), name)
+    return _find(etcd, key_prefix, job, name)[1]
 
 
 def evict_members(etcd: Etcd, job: str, members: Sequence[NamedMember], cause: str, by: str) -> Done:
@@ -149,11 +205,12 @@ def _evict(etcd: Etcd, member: NamedMember, cause: str, by: str) -> bool:
 
     The cause is written first: without it, the others would give the member time to come back to its seat.
     """
-    grave, who = etcd.grant(REMEMBERED_FOR), member.host or member.owner
+    grave, who = etcd.grant(death_records.REMEMBERED_FOR), member.host or member.owner
     cause = f"{who} was {cause}"
-    death = Put(death_key(member.prefix, member.id), encode(Death(cause, int(concurrency.wall() * 1000))), grave.id)
+    death = death_records.encode(death_records.Death(cause, int(concurrency.wall() * 1000)))
+    put = Put(layout.death_key(member.prefix, member.id), death, grave.id)
     is_there = Compare(member.kv.key, "lease", "=", member.kv.lease)
-    if not etcd.txn([is_there], [death, *ordered(etcd, member.prefix, cause, target=who, by=by)]).succeeded:
+    if not etcd.txn([is_there], [put, *ordered(etcd, member.prefix, cause, target=who, by=by)]).succeeded:
         etcd.revoke(grave.id)
         return False
     try:
@@ -177,14 +234,14 @@ def find_leavers(etcd: Etcd, key_prefix: str, job: str, name: str, *, force: boo
     Raises NothingThere, also if too few would stay; ConfigError if the name matches several nodes, or a replica;
     StateError and EtcdError.
     """
-    keys = _known_job(etcd, key_prefix, job)
-    members, rounds = _find(keys, name), keys.rounds
+    keys, members = _find(etcd, key_prefix, job, name)
     if members[0].group != "rendezvous":
         raise ConfigError("NODE", name, "it is a replica of a quorum, which has no rounds to leave: `ftcoord kill` it")
     asks = [parse_join_request(one.kv.key, one.kv.value) for one in members]
-    now = parse_decided(rounds.decided.key, rounds.decided.value) if rounds.decided is not None else NO_ROUND
+    decided = keys.rounds.decided
+    now = parse_decided(decided.key, decided.value) if decided is not None else NO_ROUND
     limits = now.limits if now.limits != NO_ROUND.limits else asks[0].limits
-    live = [ask for ask in map(_ask_of, rounds.members()) if ask is not None]
+    live = [ask for ask in map(_ask_of, keys.rounds.members()) if ask is not None]
     stay = {ask.node for ask in live if ask.limits == limits}
     stay -= {*now.drained, *(ask.node for ask in asks)}
     if len(stay) < limits[0] and not force:
@@ -208,31 +265,23 @@ def drain(
     """
     node = why = ""
 
-    def change(now: AnyRound) -> RecordChange | None:
+    def change(now: RoundHead) -> RecordChange | None:
         nonlocal node, why
         asks = find_leavers(etcd, key_prefix, job, name, force=force)
-        node, why = f"{asks[0].node} on {asks[0].host}", why_not_drained(now, asks)
+        node, why = f"{asks[0].node} on {asks[0].host}", rendezvous.why_not_drained(now, asks)
         return draining(now, asks, reason)
 
-    change_record(etcd, run_prefix(key_prefix, job), CLOSED_TTL, change, by=by, within=TimeLimit(timeout))
+    change_record(etcd, layout.run_prefix(key_prefix, job), CLOSED_TTL, change, by=by, within=TimeLimit(timeout))
     if why:
         return Done(FORMAT, job, (), (f"{node}: {why}",))
     return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
 
 
-def nodes_of_run(etcd: Etcd, key_prefix: str, job: str) -> int:
-    """How many nodes a run that may be closed has. Raises NothingThere and EtcdError."""
-    keys = _known_job(etcd, key_prefix, job)
-    if keys.rounds.is_empty:
-        raise NothingThere(f"{job!r} has no rendezvous to close: replicas of quorums end one by one: `ftcoord kill`")
-    return len(keys.rounds.members())
-
-
 def close_job(etcd: Etcd, key_prefix: str, job: str, reason: str, by: str, timeout: float) -> Done:
     """End a run for all of its nodes. Raises StateError if the record is not ftcoord's, and EtcdError."""
-    over, prefix = "", run_prefix(key_prefix, job)
+    over, prefix = "", layout.run_prefix(key_prefix, job)
 
-    def change(now: AnyRound) -> RecordChange | None:
+    def change(now: RoundHead) -> RecordChange | None:
         nonlocal over
         over = now.closed
         return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True)
@@ -246,15 +295,6 @@ def close_job(etcd: Etcd, key_prefix: str, job: str, reason: str, by: str, timeo
 # -- kill -----------------------------------------------------------------------------------------------------------
 
 
-def replica_called(etcd: Etcd, key_prefix: str, job: str, name: str) -> str:
-    """The id of the replica that a name refers to; the name itself if there is none. Raises ConfigError if the name
-    matches several replicas, and EtcdError."""
-    found = {one.owner for one in members_called(read_job(etcd, key_prefix, job), name) if one.group == "quorums"}
-    if len(found) > 1:
-        raise ConfigError("REPLICA", name, f"it is the name of several: give one of {' or '.join(sorted(found)[:5])}")
-    return next(iter(found - {""}), name)
-
-
 def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: str, wait: float, by: str) -> Done:
     """End the process of a replica's manager, and wait at most `wait` seconds until its member is gone.
 
@@ -262,7 +302,7 @@ def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: s
     """
     from ftcoord.coordination.kills import order_kill  # only here: it brings what managers need
 
-    prefix = quorum_prefix(key_prefix, job)
+    prefix = layout.quorum_prefix(key_prefix, job)
     try:
         record = ordered(etcd, prefix, f"{replica}: {message}", target=replica, by=by)
         order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=record)

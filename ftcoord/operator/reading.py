@@ -1,23 +1,29 @@
-"""Reads jobs: which there are, one of them at one revision of etcd, and one as it changes."""
+"""Reads jobs: which there are, one of them at one revision of etcd, one as it changes, and the metrics of all."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
+from ftcoord.config import EtcdConfig
 from ftcoord.core import layout
-from ftcoord.errors import EtcdError, EtcdUnavailable
+from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import Etcd, Get, KeyValue, SnapshotReader, read_snapshot
-from ftcoord.operator.job_keys import JobKeys, LeaseTime, spans_of
-from ftcoord.operator.report import FORMAT, JobList, JobStatus, Watched
-from ftcoord.operator.status import Member, Rules, foremost, tell_job, tell_line
+from ftcoord.etcd.client import EtcdClient
+from ftcoord.log_once import LogOnce
+from ftcoord.metrics.process import RUN, prometheus
+from ftcoord.operator.report import FORMAT, JobList, JobStatus, QuorumStatus, RoundsStatus, Watched
+from ftcoord.operator.status import JobKeys, Member, Rules, foremost, line_of, spans_of, status_of
 from ftcoord.primitives.mirror import Informer, Mirror
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +33,6 @@ TIMERS_INTERVAL: Final = 2.0
 """The fewest seconds between two reads of a job's timers,"""
 TIMERS_REST: Final = 10
 """and the pause after a read, as a multiple of the time that it took."""
-
-
-class ReadsLeases(Protocol):
-    """A client that can ask for the time left of leases."""
-
-    def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
-        """Whole seconds that a lease has left, and its granted TTL; (-1, 0) for a lease that is gone."""
 
 
 def read_job(
@@ -54,29 +53,20 @@ def read_job(
     return read_snapshot(etcd.range, look)
 
 
-def read_events(etcd: Etcd, key_prefix: str, job: str) -> tuple[list[KeyValue], list[KeyValue]]:
-    """The keys of the two histories of a job, of its rounds and of its quorums. Raises EtcdError."""
-    groups = layout.run_prefix(key_prefix, job), layout.quorum_prefix(key_prefix, job)
-    rounds, quorums = read_snapshot(etcd.range, lambda then: [then.pages(layout.events_span(one)) for one in groups])
-    return rounds, quorums
+def with_leases(time_left: Callable[[int], tuple[int, int]], status: JobStatus, most: int | None = None) -> JobStatus:
+    """The same status, with the leases of the members that are shown if each group has `most` rows: one call each.
 
-
-def read_lease(etcd: ReadsLeases, member: str, timeout: float | None = None) -> LeaseTime | None:
-    """The lease of a member; None if it is gone. Raises EtcdError."""
-    left, ttl = etcd.time_left(int(member, 16), timeout=timeout)
-    return LeaseTime(left, ttl) if left >= 0 else None
-
-
-def with_leases(etcd: ReadsLeases, status: JobStatus, most: int | None = None) -> JobStatus:
-    """The same status, with the leases of the members that are shown if each group has `most` rows: one request each.
-
-    Raises EtcdError.
+    Args:
+        time_left: returns the whole seconds that a lease has left, and its TTL; (-1, 0) for one that is gone. What it
+            raises is passed on.
     """
 
     def leased(members: Sequence[Member]) -> tuple[Member, ...]:
-        found = {one.member: read_lease(etcd, one.member) for one in foremost(members, most)}
+        found = {one.member: time_left(int(one.member, 16)) for one in foremost(members, most)}
         return tuple(
-            replace(one, lease_left=lease.left, lease_ttl=lease.ttl) if (lease := found.get(one.member)) else one
+            replace(one, lease_left=lease[0], lease_ttl=lease[1])
+            if (lease := found.get(one.member, (-1, 0)))[0] >= 0
+            else one
             for one in members
         )
 
@@ -107,8 +97,8 @@ def read_jobs(etcd: Etcd, key_prefix: str) -> JobList:
 
     Costs a few requests for each, and its members; the contents of their stores are skipped.
     """
-    found = (tell_job(read_job(etcd, key_prefix, job), Rules()) for job in job_ids(etcd, key_prefix))
-    return JobList(FORMAT, key_prefix, tuple(map(tell_line, found)))
+    found = (status_of(read_job(etcd, key_prefix, job), Rules()) for job in job_ids(etcd, key_prefix))
+    return JobList(FORMAT, key_prefix, tuple(map(line_of, found)))
 
 
 # -- one job as it changes ------------------------------------------------------------------------------------------
@@ -133,14 +123,7 @@ class JobWatch(Closing):
     """
 
     def __init__(
-        self,
-        etcd: Etcd,
-        key_prefix: str,
-        job: str,
-        rules: Rules,
-        *,
-        every_timer: bool,
-        with_history: bool = False,
+        self, etcd: Etcd, key_prefix: str, job: str, rules: Rules, *, every_timer: bool, with_history: bool = False
     ) -> None:
         self._etcd, self._job, self._rules, self._every_timer = etcd, job, rules, every_timer  # never change
         self._prefix = layout.run_prefix(key_prefix, job)  # never changes
@@ -204,7 +187,7 @@ class JobWatch(Closing):
         if last is not None and before == (self.keys, self._timers):  # a job may have ten thousand members
             status = last.status
         else:
-            status = tell_job(replace(self.keys, timers=self._timers), self._rules)
+            status = status_of(replace(self.keys, timers=self._timers), self._rules)
         self.last = Watched(FORMAT, self._job, not error, error, status)
         return self.last if last is None or self._gist(last) != self._gist(self.last) else None
 
@@ -214,23 +197,112 @@ class JobWatch(Closing):
         return self._read() if self.last is not None and not self.last.connected else None
 
     def _look_for_timers(self) -> None:
-        """Raises EtcdUnavailable, within `PROBE` seconds."""
-        began = concurrency.now()
-        if began < self._timers_due:
-            return
-        try:
+        """Raises EtcdError, within `PROBE` seconds."""
+        if (began := concurrency.now()) >= self._timers_due:
             read, span = partial(self._etcd.range, timeout=PROBE), layout.timers_span(self._prefix)
             self._timers = read_snapshot(read, lambda then: tuple(then.pages(span)))
-        except EtcdUnavailable:
-            raise
-        except EtcdError as error:
-            log.debug("the timers of %s cannot be read: %s", self._job, error)
-            self._timers = ()
-        now = concurrency.now()
-        self._timers_due = now + max(TIMERS_INTERVAL, TIMERS_REST * (now - began))
+            now = concurrency.now()
+            self._timers_due = now + max(TIMERS_INTERVAL, TIMERS_REST * (now - began))
 
     def _gist(self, one: Watched) -> object:
         """What is compared: all but etcd's revision, and the text of an error. Leases are not followed."""
         status = one.status
         timers = [timer for timer in status.timers if self._every_timer or timer.standing != "running"]
         return one.connected, status.rounds, status.quorum, status.unreadable, timers
+
+
+# -- the metrics of all runs ------------------------------------------------------------------------------------------
+
+MOST_RUNS: Final = 200
+"""Runs with metrics of their own. Further runs are only counted."""
+WAITING: Final = ("waiting", "spare")
+"""The standings of nodes that have no seat and want one."""
+
+OF_ETCD: Final = (
+    ("ftcoord_etcd_up", "Whether etcd answered this scrape. If not, there are no metrics of runs."),
+    ("ftcoord_runs", "Runs and jobs that have keys in etcd."),
+    ("ftcoord_runs_not_exported", f"Those beyond the first {MOST_RUNS}, which have no other metrics."),
+)
+STATE: Final = ("ftcoord_run_state", "1 for the state of the run's rounds and of its quorums; empty for none.")
+
+
+def _is_ready(rounds: RoundsStatus) -> bool:
+    return rounds.ready and not rounds.recalled and not rounds.closed
+
+
+def _waiting(rounds: RoundsStatus) -> int:
+    return sum(one.standing in WAITING for one in rounds.members)
+
+
+def _behind(quorum: QuorumStatus) -> int:
+    return sum(one.behind > 0 for one in quorum.replicas)
+
+
+OF_RUN: Final[Sequence[tuple[str, str, str, str | Callable[[Any], int]]]] = (
+    ("ftcoord_run_healthy", "Whether the run needs no attention, as in `ftcoord status`.", "", "healthy"),
+    ("ftcoord_run_unreadable_keys", "Keys of the run that this ftcoord cannot read.", "", "unreadable"),
+    ("ftcoord_run_round", "The number of the last round.", "rounds", "number"),
+    ("ftcoord_run_round_seats", "How many nodes the last round has.", "rounds", "size"),
+    ("ftcoord_run_round_ready", "Whether all took their seats, and it was not recalled.", "rounds", _is_ready),
+    ("ftcoord_run_nodes", "Nodes that live.", "rounds", "members"),
+    ("ftcoord_run_nodes_waiting", "Nodes that live and wait for a seat, with spares.", "rounds", _waiting),
+    ("ftcoord_run_nodes_missing", "Nodes that have a seat in the last round and are gone.", "rounds", "missing"),
+    ("ftcoord_run_quorum_id", "The id of the last quorum.", "quorum", "id"),
+    ("ftcoord_run_quorum_replicas", "How many replicas the last quorum has.", "quorum", "size"),
+    ("ftcoord_run_quorum_timestamp_seconds", "When it was decided, by the decider's clock.", "quorum", "created"),
+    ("ftcoord_run_max_step", "The highest step in the last quorum.", "quorum", "max_step"),
+    ("ftcoord_run_replicas", "Replicas that live.", "quorum", "replicas"),
+    ("ftcoord_run_replicas_behind", "Replicas of the last quorum that are behind its step.", "quorum", _behind),
+    ("ftcoord_run_replicas_missing", "Replicas that have a seat in it and are gone.", "quorum", "missing"),
+)
+"""The name; what it is; the part of the status that it is of, empty for the whole; and the field there (a list's
+length), or what counts it."""
+
+
+class RunsCollector:
+    """Reads etcd at each scrape, and returns the metrics of that moment. Thread-safe: each scrape has its own client.
+
+    Args:
+        config: how to reach etcd.
+        key_prefix: the prefix of the runs' keys.
+    """
+
+    def __init__(self, config: EtcdConfig, key_prefix: str) -> None:
+        self._config, self._key_prefix = config, key_prefix
+        self._problem = LogOnce(log)  # of any thread: at worst, one of them repeats a line
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics; if etcd does not answer, only that. Takes a few request timeouts at most. Raises ServerError
+        without prometheus_client."""
+        try:
+            with EtcdClient(self._config) as etcd:
+                ids = list(job_ids(etcd, self._key_prefix))
+                found = [status_of(read_job(etcd, self._key_prefix, id_), Rules()) for id_ in ids[:MOST_RUNS]]
+        except EtcdError as error:
+            self._problem.say(f"cannot read etcd, so only ftcoord_etcd_up is exported: {error}")
+            return [_gauge(*OF_ETCD[0], {(): 0})]
+        self._problem.forget()
+        numbers = zip(OF_ETCD, (1, len(ids), len(ids) - len(found)), strict=True)
+        return [*(_gauge(*what, {(): value}) for what, value in numbers), *families_of(found)]
+
+
+def families_of(runs: Iterable[JobStatus]) -> Iterator[Metric]:
+    """The metrics of runs."""
+    found = [one for one in runs if one.exists]
+    states = {(one.job, *(part.state if part else "" for part in (one.rounds, one.quorum))): 1.0 for one in found}
+    yield _gauge(*STATE, states, ("run", "rounds", "quorum"))
+    for name, about, part, value in OF_RUN:
+        numbers = dict[tuple[str, ...], float]()
+        for one in found:
+            if (of := getattr(one, part) if part else one) is not None:
+                number = value(of) if callable(value) else getattr(of, value)
+                numbers[one.job,] = float(len(number) if isinstance(number, tuple) else number)
+        yield _gauge(name, about, numbers, RUN)
+
+
+def _gauge(name: str, about: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Metric:
+    """A gauge with these values, by those of its labels."""
+    family: Metric = prometheus().metrics_core.GaugeMetricFamily(name, about, labels=labels)
+    for found, value in values.items():
+        family.add_sample(name, dict(zip(labels, found, strict=True)), value)
+    return family

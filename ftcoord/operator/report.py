@@ -125,8 +125,8 @@ class ReplicaStatus:
         rank: in the last quorum; None without a seat.
         replica_id: its name.
         member: its member id, which is its lease, in hexadecimal.
-        standing: training (in the last quorum, and not asking), asking, idle (neither), replaced (a newer member has
-            its name) or unclear (its request names a profile that the last quorum does not have).
+        standing: training (in the last quorum, and not asking), asking, idle (neither) or replaced (a newer member
+            has its name).
         step: the step of its last request.
         behind: how many steps others of the quorum are ahead: it heals from one of them.
         commit_failures, shrink_only, world_size, address: of its last request.
@@ -168,7 +168,7 @@ class QuorumStatus:
     """The quorums of a job.
 
     Args:
-        state: empty, training (no replica asks), forming (one asks) or unreadable.
+        state: empty, training, forming (one is seen to ask), idle (no quorum yet) or unreadable.
         healthy: whether all replicas of the last quorum are alive, enough for the next one, and commit their steps.
         number, id: the last quorum's; 0 before the first.
         size: how many replicas it has.
@@ -341,13 +341,13 @@ class Examination:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldEvent:
+class JobEvent:
     """Something that happened to a job.
 
     Args:
         revision: etcd's revision at which it was written. Events written together have the same.
         group: rendezvous or quorums.
-        kind: round, started, recalled, closed, quorum, failed, expired, died, left, lost, silent or ordered.
+        kind: round, started, recalled, closed, quorum, failed, expired, died, left, lost or ordered.
         number: the round's number, or the quorum's id.
         who: the host or replica that it is about; empty for all of them.
         node: the agent's id, or the replica's id; empty for all of them.
@@ -377,7 +377,7 @@ class JobHistory:
 
     format: int
     job: str
-    events: tuple[ToldEvent, ...]
+    events: tuple[JobEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,12 +399,12 @@ class Explanation:
     format: int
     job: str
     healthy: bool
-    happened: str
-    first: ToldEvent | None
-    followed: int
-    lost: str
-    now: str
-    do: str
+    happened: str = ""
+    first: JobEvent | None = None
+    followed: int = 0
+    lost: str = ""
+    now: str = ""
+    do: str = ""
 
     @property
     def text(self) -> str:

@@ -1,4 +1,5 @@
-"""The status of one job, from its keys: who is there, who is missing, and why nothing is decided. Pure.
+"""The status of one job, from its keys at one revision of etcd: who is there, who is missing, and why nothing is
+decided. Pure.
 
 Why there is no next round or quorum is what the deciders' own functions return for these keys.
 """
@@ -6,33 +7,172 @@ Why there is no next round or quorum is what the deciders' own functions return 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
+from ftcoord.core import death_records, layout, manager_address, recovery, rendezvous, strict
 from ftcoord.core import quorum as quorum_rules
 from ftcoord.core import rendezvous_records as records
-from ftcoord.core.layout import is_expired_key, member_of, roll_key, roll_span
-from ftcoord.core.manager_address import parted
+from ftcoord.core.history import HistoryEvent
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, attendance, failing
-from ftcoord.core.quorum_head import parse_quorum
-from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, ReplicaRecord, parse_replica
-from ftcoord.core.recovery import heals_from
-from ftcoord.core.rendezvous import decide, outlook
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead
-from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation, limits_of
+from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, ReplicaRecord, parse_quorum, parse_replica
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round
+from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation, ends_of, limits_of
 from ftcoord.core.timers import Timer, Worker, parse_timers
 from ftcoord.core.verdict import Publish, Standing, Verdict
 from ftcoord.errors import StateError
-from ftcoord.etcd.api import KeyValue
+from ftcoord.etcd.api import KeyValue, is_member
 from ftcoord.operator import report
-from ftcoord.operator.job_keys import GroupKeys, JobKeys, Members
 
 Member = TypeVar("Member", report.NodeStatus, report.ReplicaStatus)
+R = TypeVar("R", JoinRequest, ReplicaRecord)
 
 NOW: Final = 0.0
 """The time of a look: everything counts as first seen now, since keys do not record when they were written."""
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKeys:
+    """The keys of a group of members in etcd.
+
+    Args:
+        prefix: the group's prefix.
+        decided: its decided record; None without one.
+        seats: who sits where in its rounds, by key.
+        below_members: all keys there, oldest first, including those that are not members'.
+        deaths: the keys with members' causes of death.
+        events: its history, on which no status depends; empty if it was not asked for.
+    """
+
+    prefix: str
+    decided: KeyValue | None = None
+    seats: Mapping[str, KeyValue] = field(default_factory=dict)
+    below_members: tuple[KeyValue, ...] = ()
+    deaths: tuple[KeyValue, ...] = ()
+    events: tuple[KeyValue, ...] = ()
+
+    @classmethod
+    def of(cls, prefix: str, kvs: Mapping[str, KeyValue]) -> GroupKeys:
+        """Those of these keys that are the group's."""
+
+        def below(span: layout.Span) -> list[KeyValue]:
+            return [kv for key, kv in kvs.items() if key in span]
+
+        head = layout.decided_key(prefix)
+        return cls(
+            prefix,
+            decided=kvs.get(head),
+            seats={kv.key: kv for kv in below(layout.all_seats_span(prefix))},
+            below_members=tuple(sorted(below(layout.members_span(prefix)), key=attrgetter("create_revision"))),
+            deaths=tuple(below(layout.deaths_span(prefix))),
+            events=tuple(below(layout.events_span(prefix))),
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no such group, and was none in the last hour."""
+        return self.decided is None and not self.below_members and not self.deaths
+
+    def members(self) -> list[KeyValue]:
+        """The members' keys, oldest first."""
+        return [kv for kv in self.below_members if is_member(kv)]
+
+    def causes(self) -> dict[str, str]:
+        """Why members died, by id, if a cause is known; the one that was written last is the last one."""
+        deaths = sorted(self.deaths, key=attrgetter("mod_revision"))
+        known = death_records.causes_in((kv.key, kv.value, kv.create_revision) for kv in deaths)
+        return {member: one.cause for member, one in known.items()}
+
+
+class Members(Generic[R]):
+    """The records of a group's members.
+
+    Attributes:
+        live: the keys and records that count, oldest first.
+        odd: the keys that do not count, and why.
+        unread: the ids of the live members among those.
+    """
+
+    def __init__(self, keys: GroupKeys, parse: Callable[[str, bytes], R]) -> None:
+        self.live: list[tuple[KeyValue, R]] = []
+        self.odd, self.unread = list[report.Unreadable](), set[str]()
+        for kv in keys.below_members:
+            try:
+                if is_member(kv):
+                    self.live.append((kv, parse(kv.key, kv.value)))
+                else:
+                    self.odd.append(
+                        report.Unreadable(kv.key, "is not under the lease of its name, so it is no member's key")
+                    )
+            except StateError as error:
+                self._refuse(kv, error)
+
+    def check_numbers(self, decided: KeyValue | None, number: int) -> None:
+        """Exclude members that name a number to which nobody has counted.
+
+        Raises StateError if the members do not count on from the decided `number`. The lowest number that they name is
+        compared: a stranger's record may name any.
+        """
+        known = min((record.highest for _, record in self.live), default=number)
+        if decided is not None:
+            strict.check_step(decided.key, number, known, strict.LARGEST_DECIDED_STEP)
+        found, self.live = self.live, []
+        for kv, record in found:
+            try:
+                strict.check_step(kv.key, record.highest, max(number, known), strict.LARGEST_STEP)
+                self.live.append((kv, record))
+            except StateError as error:
+                self._refuse(kv, error)
+
+    def _refuse(self, kv: KeyValue, error: StateError) -> None:
+        self.odd.append(report.Unreadable(kv.key, str(error)))
+        self.unread.add(layout.member_of(kv.key))
+
+
+@dataclass(frozen=True, slots=True)
+class JobKeys:
+    """Everything that the status of a job depends on.
+
+    Args:
+        job: its id.
+        revision: etcd's revision at which all of it was read.
+        rounds, quorum: its two groups.
+        exists: whether etcd has keys of the job.
+        timers: the keys of its expiration timers; empty if they were not asked for.
+    """
+
+    job: str
+    revision: int
+    rounds: GroupKeys
+    quorum: GroupKeys
+    exists: bool
+    timers: tuple[KeyValue, ...] = ()
+
+    @classmethod
+    def of(
+        cls, key_prefix: str, job: str, found: Iterable[KeyValue], *, revision: int, exists: bool = False
+    ) -> JobKeys:
+        """Those of these keys that are the job's; `exists` if it may have others too, such as a store's."""
+        prefix, quorum = layout.run_prefix(key_prefix, job), layout.quorum_prefix(key_prefix, job)
+        kvs, span = {kv.key: kv for kv in found}, layout.timers_span(prefix)
+        groups = GroupKeys.of(prefix, kvs), GroupKeys.of(quorum, kvs)
+        timers = tuple(kv for key, kv in kvs.items() if key in span)
+        return cls(job, revision, *groups, exists or not all(group.is_empty for group in groups), timers)
+
+
+def spans_of(key_prefix: str, job: str, *, with_history: bool) -> tuple[layout.Span, ...]:
+    """The keys that a job's status depends on, but for its timers; and those of its history."""
+    prefix, quorum = layout.run_prefix(key_prefix, job), layout.quorum_prefix(key_prefix, job)
+    kinds = [layout.record_span, layout.members_span, layout.deaths_span, *[layout.events_span] * with_history]
+    return (layout.all_seats_span(prefix), *(kind(group) for group in (prefix, quorum) for kind in kinds))
+
+
+# -- the status -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +183,7 @@ class Rules:
     quorum: QuorumOptions = field(default_factory=lambda: QuorumOptions(1, 60.0))
 
 
-def tell_job(keys: JobKeys, rules: Rules) -> report.JobStatus:
+def status_of(keys: JobKeys, rules: Rules) -> report.JobStatus:
     """The status of a job, but for its leases. It depends on the keys alone."""
     unreadable = list[report.Unreadable]()
     rounds = None if keys.rounds.is_empty else _rounds(keys.rounds, rules.rounds, unreadable)
@@ -62,7 +202,7 @@ def tell_job(keys: JobKeys, rules: Rules) -> report.JobStatus:
     )
 
 
-def tell_line(status: report.JobStatus) -> report.JobLine:
+def line_of(status: report.JobStatus) -> report.JobLine:
     """The line about a job that has rounds or quorums."""
     rounds, quorum, state, note = status.rounds, status.quorum, "other", ""
     standings = [one.standing for one in rounds.members] if rounds else []
@@ -139,18 +279,18 @@ def _rounds(keys: GroupKeys, options: RoundOptions, unreadable: list[report.Unre
     members, previous, limits, causes = Members(keys, records.parse_join_request), None, (0, 0), keys.causes()
     try:
         previous = _last_round(keys)
-        members.check_numbers(keys.decided, (previous or NO_ROUND).number)
+        members.check_numbers(keys.decided, previous.number if previous else 0)
     except StateError as error:
         members.odd.append(report.Unreadable(error.key, str(error)))
         state, previous, next_ = "unreadable", None, report.NextDecision("withheld", str(error))
     else:
-        candidates = [RoundCandidate(member_of(kv.key), ask, NOW) for kv, ask in members.live]
+        candidates = [RoundCandidate(layout.member_of(kv.key), ask, NOW) for kv, ask in members.live]
         seen = RoundSituation(candidates, NOW, previous, NOW, deaths=causes, gone_since=NOW, unreadable=members.unread)
         limits, state = limits_of(seen), _state_of_rounds(previous, [ask for _, ask in members.live])
-        next_ = _next(decide(seen, options, NOW))
+        next_ = _next(rendezvous.decide(seen, options, NOW))
     unreadable += members.odd
     newest, live = {ask.node: kv for kv, ask in members.live}, {_holder(kv, ask) for kv, ask in members.live}
-    round_ = previous or NO_ROUND
+    round_ = previous or Round.of(NO_ROUND)
     # Nobody is missing from a round that is over or recalled: live nodes join the next one.
     seats = () if round_.closed or round_.recalled else round_.seats
     gone = [(rank, seat) for rank, seat in enumerate(seats) if seat.member not in live]
@@ -175,15 +315,24 @@ def _last_round(keys: GroupKeys) -> Round | None:
     if keys.decided is None:
         return None
     record = records.parse_decided(keys.decided.key, keys.decided.value)
-    if not isinstance(record, RoundHead):
-        return record
-    start, chunks = roll_span(keys.prefix, record.roll).start, range(record.chunks)
-    kvs = [keys.roll.get(roll_key(keys.prefix, record.roll, at)) for at in chunks]
-    if None in kvs:
-        raise StateError(start, f"is not whole, though {keys.decided.key} refers to it")
-    return records.with_roll(
-        record, *records.roll_of(start, record, (records.parse_chunk(kv.key, kv.value) for kv in kvs if kv))
-    )
+    return records.seated(keys.prefix, record, {key: kv.value for key, kv in keys.seats.items()})
+
+
+def late_ends(keys: GroupKeys) -> list[HistoryEvent]:
+    """How parts in a run's last round ended, as the members wrote it themselves: no decision has what was written after
+    the last one. Who is gone without a reason is lost."""
+    try:
+        round_ = _last_round(keys)
+    except StateError:
+        return []
+    if round_ is None:
+        return []
+    members = Members(keys, records.parse_join_request)
+    live = [RoundCandidate(layout.member_of(kv.key), ask, NOW, kv.mod_revision) for kv, ask in members.live]
+    deaths = death_records.causes_in((kv.key, kv.value, kv.create_revision) for kv in keys.deaths)
+    known = max(kv.mod_revision for kv in (*keys.below_members, *keys.deaths, *keys.events, keys.decided) if kv)
+    ends = [replace(end, noted=min(end.noted, known)) for end in ends_of(round_, live, deaths, members.unread)]
+    return [end for end in ends if end.kind != "left" or not round_.closed]  # all leave a run that is over
 
 
 def _state_of_rounds(previous: Round | None, asks: Sequence[JoinRequest]) -> str:
@@ -196,7 +345,7 @@ def _state_of_rounds(previous: Round | None, asks: Sequence[JoinRequest]) -> str
 
 def _holder(kv: KeyValue, ask: JoinRequest) -> str:
     """The member that a node has its seat as."""
-    return ask.holds or member_of(kv.key)
+    return ask.holds or layout.member_of(kv.key)
 
 
 def _node(
@@ -204,7 +353,7 @@ def _node(
 ) -> report.NodeStatus:
     return report.NodeStatus(
         rank=previous.ranks.get(_holder(kv, ask)) if previous else None,
-        member=member_of(kv.key),
+        member=layout.member_of(kv.key),
         standing=_standing_of_node(previous, _holder(kv, ask), ask, limits) if is_newest else "replaced",
         said="; ".join(one.line for one in ask.failed),
         since_revision=kv.create_revision,
@@ -219,7 +368,7 @@ def _standing_of_node(previous: Round | None, holder: str, ask: JoinRequest, lim
         return _STANDINGS[Standing.DRAINED]
     # Who holds a seat has asked for that round, though its key names no earlier one any more.
     asked = replace(ask, after=min(ask.after, ask.seated - 1)) if ask.holds else ask
-    found = outlook(previous, holder, asked).standing
+    found = rendezvous.outlook(previous, holder, asked).standing
     if found is Standing.PENDING:
         takes_seat = not previous.recalled and ask.seated == previous.number > 0
         return "seated" if takes_seat and previous.rank_of(holder) is not None else "waiting"
@@ -242,8 +391,7 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
     members, previous, next_, state = Members(keys, parse_replica), None, None, ""
     try:
         if keys.decided is not None:
-            roster = keys.roster.value if keys.roster else None
-            previous = parse_quorum(keys.decided.key, keys.decided.value, roster)
+            previous = parse_quorum(keys.decided.key, keys.decided.value)
         members.check_numbers(keys.decided, max(previous.number, previous.id) if previous else 0)
     except StateError as error:
         members.odd.append(report.Unreadable(error.key, str(error)))
@@ -253,7 +401,7 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
         options = replace(options, min_replicas=fewest)
     unreadable += members.odd
     quorum = previous or NO_QUORUM
-    replicas = [_candidate(kv, record, quorum) for kv, record in members.live]
+    replicas = [_candidate(kv, record) for kv, record in members.live]
     statuses, live, fewest = _replicas(quorum, replicas), {_name(one) for one in replicas}, options.min_replicas
     if next_ is None:
         seen = QuorumSituation(replicas, previous, NOW, unreadable=len(members.unread))
@@ -265,7 +413,7 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
     trouble, causes = failing(quorum, fewest), keys.causes()
     gone = [(rank, seat) for rank, seat in enumerate(quorum.seats) if _name(seat) not in live]
     if state != "unreadable":
-        is_asked = any(one.standing in ("asking", "unclear") for one in statuses)
+        is_asked = any(one.standing == "asking" for one in statuses)
         state = "empty" if not statuses else "forming" if is_asked else "training" if previous else "idle"
     return report.QuorumStatus(
         state=state,
@@ -282,10 +430,9 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
     )
 
 
-def _candidate(kv: KeyValue, record: ReplicaRecord, quorum: QuorumRecord) -> QuorumCandidate:
-    """With the profile of the quorum, which a replica may have left out."""
+def _candidate(kv: KeyValue, record: ReplicaRecord) -> QuorumCandidate:
     when = {"came_at": kv.create_revision, "asked_at": kv.mod_revision, "wrote_at": kv.mod_revision}
-    return QuorumCandidate.of(member_of(kv.key), record, quorum.profiles, NOW, **when)
+    return QuorumCandidate.of(layout.member_of(kv.key), record, joined=NOW, **when)
 
 
 def _name(one: QuorumCandidate | QuorumSeat) -> str:
@@ -294,26 +441,25 @@ def _name(one: QuorumCandidate | QuorumSeat) -> str:
 
 
 def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> tuple[report.ReplicaStatus, ...]:
-    seats = {_name(seat): (rank, seat.request.step) for rank, seat in enumerate(quorum.seats)}
-    sources, newest = heals_from(quorum.requests, 0), {_name(one): one.member for one in replicas}
-    top, found = max((step for _, step in seats.values()), default=0), []
+    seats = {_name(seat): (rank, seat.request) for rank, seat in enumerate(quorum.seats)}
+    sources, newest = recovery.heals_from(quorum.requests, 0), {_name(one): one.member for one in replicas}
+    top, found = max((request.step for _, request in seats.values()), default=0), []
     for one in replicas:
         is_newest = newest[_name(one)] == one.member
-        rank, step = seats.get(_name(one), (None, top)) if is_newest else (None, top)
+        rank, shown = seats.get(_name(one), (None, one.request)) if is_newest else (None, one.request)
+        shown = one.request if one.asked else shown  # its key has its last request only if it asked through etcd
         standing = "idle" if rank is None else "training"
         if one.asked > quorum.answered.get(one.member, 0):
-            standing = "asking" if one.is_whole else "unclear"
+            standing = "asking"
         status = report.ReplicaStatus(
             rank=rank,
             member=one.member,
             standing=standing if is_newest else "replaced",
-            behind=top - step,
-            address=parted(one.request.address)[0],
+            behind=top - shown.step if rank is not None else 0,
+            address=manager_address.parted(shown.address)[0],
             since_revision=one.came_at,
             heals_from=sources.get(_name(one), "") if rank is not None else "",
-            **_copied(
-                one.request, "replica_id", "step", "commit_failures", "shrink_only", "world_size", "store_address"
-            ),
+            **_copied(shown, "replica_id", "step", "commit_failures", "shrink_only", "world_size", "store_address"),
         )
         found.append(status)
     return _ranked(found)
@@ -336,7 +482,7 @@ def _timers(kvs: Iterable[KeyValue], unreadable: list[report.Unreadable]) -> lis
         except StateError as error:
             unreadable.append(report.Unreadable(kv.key, str(error)))
             continue
-        if is_expired_key(kv.key):
+        if layout.is_expired_key(kv.key):
             expired.update(timer.token for timer in record.timers)
         else:
             held += [(record.worker, timer) for timer in record.timers]

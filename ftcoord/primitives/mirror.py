@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.concurrency import StepThread
-from ftcoord.errors import ClientClosed, Compacted, EtcdUnavailable, RequestRefused
+from ftcoord.errors import ClientClosed, Compacted, EtcdUnavailable
 from ftcoord.etcd.api import Batch, Began, Etcd, Get, KeyValue, RangeResult, Span, Watch, WatchItem
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,10 @@ class Mirror:
 
     `post(mirror, posted)` is called on the client's thread with every item that the watch delivers. The owner then
     calls `apply(posted)` on its own thread, and `sync()` as long as `synced` is false. `synced` becomes false again
-    after a compaction, after an interruption of the watch, and whenever the copy turns out to be wrong.
+    after a compaction, when the watch begins anew (G5), and whenever the copy turns out to be wrong.
 
-    With `deletes_only` the mirror knows which keys exist, but not how their values changed.
+    With `deletes_only` the mirror knows which keys exist, but not how their values changed. Outside `watched`, a part
+    of the span, it knows the keys as they were last read or learned.
 
     Not thread-safe: the owner calls everything on one thread, or holds its own lock. Only `post` is called on another
     thread, and it changes nothing here.
@@ -55,6 +56,7 @@ class Mirror:
         # Never change:
         self.span = span
         self._etcd, self._deletes_only, self._post = etcd, deletes_only, post
+        self._watched = span
         # Only the owner's thread:
         self.kvs: dict[str, KeyValue] = {}
         self.revision = 0
@@ -63,26 +65,30 @@ class Mirror:
         self._source: object = None  # marks what the current watch posts: an earlier watch may still post something
         self._stands = False  # whether etcd has confirmed the watch
         self._began: Began | None = None  # the last confirmation: another one means an interruption
-        self._doubted = False  # the copy was in sync, and etcd may have lost what it says
-        self._watch_doubted = False  # and this watch may still deliver what etcd has lost
 
     @property
     def one(self) -> KeyValue | None:
         """The first key of the span: in a mirror of a single key, that key."""
         return self.kvs.get(self.span.start)
 
+    @property
+    def watched(self) -> Span:
+        """The part of the span whose changes the watch delivers: all of it, unless it was narrowed."""
+        return self._watched
+
+    def narrow(self, watched: Span) -> None:
+        """Watch this part of the span only, from the next watch on: begins that, if it is another part."""
+        if watched != self._watched:
+            self._watched = watched
+            self.close()
+
     def sync(self) -> None:
         """Watch from now on; or read the span if the watch is established. Raises EtcdError, and may then be called
         again."""
         if self._watch is None:
             self._start(0)
-        elif self._stands and self._doubted and self._is_history():
-            self.synced, self._doubted, self._watch_doubted = True, False, False
-        elif self._stands and self._watch_doubted:
-            self.close()
-            self._start(0)
         elif self._stands:
-            self.adopt(self._etcd.range(self._all()))
+            self.adopt(self._etcd.range(Get(self.span, keys_only=self._deletes_only)))
 
     def begin(self, timeout: float) -> None:
         """Watch from now on, and wait until the watch is established, at most `timeout` seconds; then call `adopt()`.
@@ -112,10 +118,12 @@ class Mirror:
 
     def adopt(self, read: RangeResult) -> None:
         """Continue from a read of the whole span, such as one in a transaction. If there is a watch, the read must have
-        been made after the watch was established."""
+        been made after the watch was established, and after all that was applied here had been delivered."""
+        if read.revision < self.revision:  # etcd was restored or replaced: this watch may wait for what will never come
+            self.close()
         self.kvs = {kv.key: kv for kv in read.kvs}
         self.revision = read.revision
-        self.synced, self._doubted, self._watch_doubted = True, False, False
+        self.synced = True
         if not self._stands:
             self.close()
             self._start(read.revision + 1)
@@ -134,7 +142,7 @@ class Mirror:
             self._note_began(item)
         elif isinstance(item, Batch):
             # The read to come has what overtook the confirmation of the watch, and all that follows a missed change.
-            return self._apply_batch(item) if self.synced or self._doubted else []
+            return self._apply_batch(item) if self.synced else []
         elif isinstance(item, (Compacted, ClientClosed)):
             log.debug("the watch of mirror %r is over: %s", self.span.start, item)
             self.close()
@@ -143,38 +151,20 @@ class Mirror:
             raise item
         return []
 
-    def learn(self, *kvs: KeyValue) -> None:
-        """Take over what one transaction returned about the keys of this mirror; the watch will not repeat it.
-
-        It must cover all keys of the mirror that changed up to then: keys that are not given here count as unchanged.
-        """
-        revision = max(kv.mod_revision for kv in kvs)
-        if revision > self.revision:
-            self.revision = revision
-            self.kvs.update((kv.key, kv) for kv in kvs)
-
-    def doubt(self) -> None:
-        """A transaction contradicts this copy: have the next `sync()` check whether etcd ever had its values.
-
-        If it did, the watch goes on, and no change is lost. If not, the copy is read anew under another watch: this one
-        may still deliver what etcd has lost.
-        """
-        self._doubt()
-        self._watch_doubted = self._doubted
-
-    def compare(self) -> None:
-        """Ask etcd whether the copy is up to date, and `forget()` it if not. Reads no values. Raises EtcdError."""
-        now = self._etcd.range(Get(self.span, keys_only=True))
-        if {kv.key: kv.mod_revision for kv in now.kvs} != {key: kv.mod_revision for key, kv in self.kvs.items()}:
-            self.forget()
+    def learn(self, kv: KeyValue) -> None:
+        """Take over what a transaction wrote; the watch will not repeat it. No other key of the mirror may have changed
+        since the last change that was applied here."""
+        if kv.mod_revision > self.revision:
+            self.revision = kv.mod_revision
+            self.kvs[kv.key] = kv
 
     def forget(self) -> None:
         """Have the next `sync()` read all keys again: the watch may have missed changes."""
-        self.synced = self._doubted = self._watch_doubted = False
+        self.synced = False
 
     def close(self) -> None:
         """Stop watching; idempotent."""
-        self.synced = self._stands = self._doubted = self._watch_doubted = False
+        self.synced = self._stands = False
         self._source = self._began = None
         if self._watch is not None:
             self._watch.cancel()
@@ -188,30 +178,14 @@ class Mirror:
             if listen is not None:
                 listen(item)
 
-        self._watch = self._etcd.watch(self.span, revision, deliver, deletes_only=self._deletes_only)
+        self._watch = self._etcd.watch(self._watched, revision, deliver, deletes_only=self._deletes_only)
 
     def _note_began(self, item: Began) -> None:
         """The watch is established. If it was before, etcd may have lost what this copy has, and may have made as many
-        new revisions since: so the copy is doubted."""
+        new revisions since: so all is read again."""
         if self._began is not None and item is not self._began:
-            self._doubt()
+            self.forget()
         self._began, self._stands = item, True
-
-    def _doubt(self) -> None:
-        self.synced, self._doubted = False, self.synced or self._doubted
-
-    def _is_history(self) -> bool:
-        """Whether etcd has the values of this copy, at its revision. If so, the watch brings everything that came
-        later."""
-        try:
-            past = self._etcd.range(self._all(self.revision))
-        except RequestRefused:  # compacted, or in etcd's future
-            return False
-        return self.kvs == {kv.key: kv for kv in past.kvs}
-
-    def _all(self, revision: int = 0) -> Get:
-        """All keys; without their values if those are not known anyway."""
-        return Get(self.span, revision=revision, keys_only=self._deletes_only)
 
     def _apply_batch(self, batch: Batch) -> list[Change]:
         known, changes = self.revision, []  # up to here the read has everything, though the watch delivers it too
@@ -221,7 +195,7 @@ class Mirror:
                 continue
             if not self._deletes_only and not _follows(now, was):
                 log.warning("a watch missed a change of %r: reading again", key)
-                self.synced = self._doubted = False
+                self.forget()
                 break
             self.revision = event.kv.mod_revision
             if now is not None:
@@ -246,16 +220,9 @@ def _follows(now: KeyValue | None, was: KeyValue | None) -> bool:
 
 
 class News(NamedTuple):
-    """What a feed delivered.
-
-    Args:
-        changes: in order.
-        restarted: whether the watch has just started or restarted: changes until now may have been late. Changes that
-            come with this are from a read, and may have happened long ago.
-    """
+    """What a feed delivered: changes, in order."""
 
     changes: list[Change]
-    restarted: bool = False
 
 
 class Feed:
@@ -286,14 +253,14 @@ class Feed:
             before = dict(self._mirror.kvs)
             self._mirror.sync()
             if self._mirror.synced:
-                return News(self._since(before), restarted=True)
+                return News(self._since(before))
         try:
             posted = self._inbox.get(timeout=max(timeout, 0))
         except concurrency.Empty:
             return None
         if posted is None:
             return None
-        return News(self._mirror.apply(posted), restarted=isinstance(posted.item, Began))
+        return News(self._mirror.apply(posted))
 
     def wake(self) -> None:
         """End a waiting `next()`, or else the next call of it. For any thread."""

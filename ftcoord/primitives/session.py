@@ -34,7 +34,6 @@ tenth of a second of a processor, which a round that forms just then, and a sess
 GIVE_BACK_TIMEOUT: Final = 2.0
 """Seconds that etcd may take to revoke a lease that nobody has any longer; after that it expires."""
 
-Clock: TypeAlias = Callable[[], float]
 Listener: TypeAlias = Callable[[SessionState], None]
 
 
@@ -47,12 +46,11 @@ class HeldLease:
     Args:
         etcd: renews it.
         lease: the lease.
-        sent_at: when its grant or last renewal was sent, on `clock`.
-        clock: monotonic seconds.
+        sent_at: when its grant or last renewal was sent, in monotonic seconds.
     """
 
-    def __init__(self, etcd: Etcd, lease: Lease, sent_at: float, clock: Clock = concurrency.now) -> None:
-        self.id, self._etcd, self._clock = lease.id, etcd, clock  # never change
+    def __init__(self, etcd: Etcd, lease: Lease, sent_at: float) -> None:
+        self.id, self._etcd = lease.id, etcd  # never change
         # Replaced as a whole, by whoever renews. If an older one wins, the lease is trusted for less time.
         self._times = LeaseTimes(sent_at, lease.ttl)
 
@@ -63,14 +61,14 @@ class HeldLease:
 
     @property
     def renew_at(self) -> float:
-        """When to renew it next, on its clock."""
+        """When to renew it next, in monotonic seconds."""
         return self._times.renew_at()
 
     @property
     def time_left(self) -> float:
         """Seconds that it lives at the least, if it was not revoked."""
         times = self._times
-        return max(times.sent_at + times.ttl - self._clock(), 0.0)
+        return max(times.sent_at + times.ttl - concurrency.now(), 0.0)
 
     @property
     def state(self) -> SessionState:
@@ -78,11 +76,11 @@ class HeldLease:
 
         On a host that was suspended, from the next renewal on: its clock stood still.
         """
-        return self._times.state(self._clock())
+        return self._times.state(concurrency.now())
 
     def renew(self, timeout: float) -> None:
         """Renew it once, within `timeout` seconds. Raises LeaseLost when it is gone, and EtcdError."""
-        sent_at = self._clock()
+        sent_at = concurrency.now()
         self._times = LeaseTimes(sent_at, self._etcd.renew(self.id, timeout=timeout))
 
 
@@ -117,7 +115,7 @@ class KeptLease(HeldLease):
         sentinel: SentinelFor | None = None,
     ) -> None:
         self._renewer = renewer or Renewer.of_process()
-        super().__init__(etcd, lease, sent_at, self._renewer.clock)
+        super().__init__(etcd, lease, sent_at)
         self._listener, self._sentinel = listener, sentinel  # never change
         self._phase = _Phase.KEPT  # changes with Renewer._wake held; read by any thread
         self._resting = False  # any thread, without a lock: only its owner changes it
@@ -148,7 +146,7 @@ class KeptLease(HeldLease):
     def resume(self) -> None:
         """Renew again after `rest()`: at once, unless the last renewal was just before."""
         self._resting = False
-        now = self._clock()
+        now = concurrency.now()
         due = self._times.resume_at(now)
         self._renewer.schedule(self, due, hasten=due <= now)
 
@@ -194,7 +192,7 @@ class KeptLease(HeldLease):
         return due
 
     def _renew_unless_resting(self, timeout: float) -> float | None:
-        is_early = not self._is_introduced and self._clock() < self.renew_at
+        is_early = not self._is_introduced and concurrency.now() < self.renew_at
         if (self.rests or is_early) and not self._is_introduced:  # or nobody would give it up if this process dies
             self._is_introduced = True
             self._report_renewal()
@@ -206,7 +204,7 @@ class KeptLease(HeldLease):
 
     def _try_to_renew(self, timeout: float) -> float | None:
         try:
-            self.renew(min(timeout, self._times.renewal_timeout(self._clock())))
+            self.renew(min(timeout, self._times.renewal_timeout(concurrency.now())))
             due = self.renew_at
             self._is_introduced = True
             self._report_renewal()
@@ -220,7 +218,7 @@ class KeptLease(HeldLease):
             return None
         except EtcdError as error:
             log.debug("lease %x was not renewed: %s", self.id, error)
-            due = self._times.renew_at(self._clock())
+            due = self._times.renew_at(concurrency.now())
         if self.kept:  # else its owner stopped it meanwhile
             self._report_state()
         return due
@@ -258,8 +256,7 @@ class Renewer:
     Thread-safe. The thread runs while there is a lease to keep.
     """
 
-    def __init__(self, clock: Clock = concurrency.now) -> None:
-        self.clock = clock  # never changes
+    def __init__(self) -> None:
         # Guards all below, and the phases of leases. Never held during a renewal or while a listener runs.
         self._wake = concurrency.condition("Renewer._wake")
         self._due: dict[KeptLease, float] = {}  # when each is to be renewed, but for the one that is renewed just now
@@ -330,7 +327,7 @@ class Renewer:
         with self._wake:
             self._renewing = None
             while self._due:
-                wait = min(self._due.values()) - self.clock()
+                wait = min(self._due.values()) - concurrency.now()
                 if wait <= 0:
                     lease = self._renewing = min(self._due, key=self._due.__getitem__)
                     del self._due[lease]
@@ -342,7 +339,7 @@ class Renewer:
         """Seconds that a renewal may take: an etcd that hangs must not cost the leases behind it theirs."""
         with self._wake:
             whole = min(one.ttl for one in (lease, *self._due)) * RENEW_AFTER
-            waiting = sum(due <= self.clock() for due in self._due.values())
+            waiting = sum(due <= concurrency.now() for due in self._due.values())
         return max(whole / (1 + waiting), min(whole, SHORTEST_RENEWAL_TIMEOUT))
 
 
@@ -367,7 +364,6 @@ class Session(Closing):
             default settings.
         listener: called with each new state, on the keep-alive thread: see `state`. It must not block. If it raises,
             the session is LOST.
-        renewer: renews the lease; None stands for the one of this process.
         deaths: a prefix of keys. If given, a process beside this one, the sentinel, also renews the lease while this
             interpreter is stuck. When this process dies, the sentinel writes the cause below that prefix, where
             `cause_of_death` finds it, and revokes the lease at once. If no sentinel can be started, or
@@ -391,7 +387,6 @@ class Session(Closing):
         etcd: Etcd,
         ttl: int,
         listener: Listener | None = None,
-        renewer: Renewer | None = None,
         *,
         deaths: str | None = None,
         was: Sequence[str] = (),
@@ -401,14 +396,13 @@ class Session(Closing):
         self._etcd = etcd
         self._owner = OwnerProcess("this session's lease belongs to the parent process")
         self._closed = False  # any thread; becomes True once
-        renewer = renewer or Renewer.of_process()
-        sent_at = renewer.clock()
+        sent_at = concurrency.now()
         lease = etcd.grant(ttl, timeout=timeout)
         self.ttl = lease.ttl
         with ExitStack() as undo:
             undo.callback(_give_back, etcd, lease.id)  # where no thread can be started
             sentinel = None if deaths is None else SentinelFor.of(etcd.config, deaths, was)
-            self._kept = KeptLease(etcd, lease, sent_at, listener, renewer, sentinel)
+            self._kept = KeptLease(etcd, lease, sent_at, listener, sentinel=sentinel)
             undo.pop_all()
         # In the listener may be whoever has this session: then the renewer keeps both, until that one ends it.
         self._cancel_finalizer = concurrency.when_forgotten(self, _end_forgotten, etcd, self._kept, last=True)

@@ -77,7 +77,7 @@ class WriteOutcome:
     Args:
         done: whether the key holds the value that was to be written.
         kv: the key as it is now; None if it does not exist.
-        reads: the results of `before` and `reads`, in this order.
+        reads: the results of the `reads`.
         revision: etcd's revision of all of this.
     """
 
@@ -94,7 +94,6 @@ def write_once(
     *,
     guards: Sequence[Compare] = (),
     also: Sequence[Op] = (),
-    before: Sequence[Get] = (),
     reads: Sequence[Get] = (),
     timeout: float | None = None,
     cancelled: concurrency.Event | None = None,
@@ -102,20 +101,19 @@ def write_once(
 ) -> WriteOutcome:
     """Write `put` if its key was not written since it was as `expected` (None: absent), and the other `guards` hold.
 
-    `also` is done in the same transaction. `reads` are answered at its revision, whether it wrote or not, and `before`
-    as of right before it wrote. If the answer is lost, the same transaction is sent again: its guard lets it happen
-    only once, and the value, which must differ from all others that were ever written to the key, shows whether an
-    earlier attempt wrote it. `before` may then show the state after that attempt. If etcd has no space the key is read,
-    since etcd may have made the write anyway. `cancelled` ends the repetitions. `lost` gets the errors of attempts that
-    may have been made, or may still be.
+    `also` is done in the same transaction. `reads` are answered at its revision, whether it wrote or not. If the answer
+    is lost, the same transaction is sent again: its guard lets it happen only once, and the value, which must differ
+    from all others that were ever written to the key, shows whether an earlier attempt wrote it. If etcd has no space
+    the key is read, since etcd may have made the write anyway. `cancelled` ends the repetitions. `lost` gets the errors
+    of attempts that may have been made, or may still be.
 
     Raises OutcomeUnknown or EtcdUnavailable (nothing was written) when there is no answer within `timeout` seconds
     (`write_timeout(etcd)` if None), EtcdNoSpace when etcd had no space and the key does not hold the value, and the
     other errors of `Etcd.txn`.
     """
     compares = [unchanged(put.key, expected.mod_revision if expected else 0), *guards]
-    failure = [*before, Get(Span(put.key)), *reads]
-    success = [*before, put, *also, *reads]
+    failure = [Get(Span(put.key)), *reads]
+    success = [put, *also, *reads]
     whole, longest = TimeLimit.of(write_timeout(etcd) if timeout is None else timeout), write_attempt_timeout(etcd)
     lost = [] if lost is None else lost
 
@@ -139,17 +137,16 @@ def write_once(
         except EtcdNoSpace as error:
             lost.append(error)  # it may have written all the same
             result = retry(read, UNANSWERED, whole.deadline, never)
-            kv = result.range(len(before)).one
+            kv = result.range(0).one
             if kv is None or kv.value != put.value:
                 raise
     except (ClientClosed, EtcdUnavailable) as error:
         if not lost:
             raise
         raise OutcomeUnknown(f"a write was not answered, and then: {error}") from None
-    kv = after_put(put, expected, result.revision) if result.succeeded else result.range(len(before)).one
+    kv = after_put(put, expected, result.revision) if result.succeeded else result.range(0).one
     done = kv is not None and kv.value == put.value
-    at_reads = len(result.results) - len(reads)
-    found = [*range(len(before)), *range(at_reads, len(result.results))]
+    found = range(len(result.results) - len(reads), len(result.results))
     return WriteOutcome(done, kv, tuple(map(result.range, found)), result.revision)
 
 

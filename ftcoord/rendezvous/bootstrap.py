@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from ftcoord import concurrency
 from ftcoord.config import Endpoint, EtcdConfig
-from ftcoord.core.rendezvous_records import AnyRound, HeardRound, Round
+from ftcoord.core.rendezvous_records import RoundHead
 from ftcoord.errors import ConfigError
 from ftcoord.etcd.addresses import address_towards, own_addresses
 
@@ -66,7 +66,7 @@ def check_local_addr(local_addr: str | None) -> None:
         concurrency.sleep(NAME_AGAIN_AFTER)
 
 
-def address_trouble(round_: AnyRound, host: str, address: str) -> str:
+def address_trouble(round_: RoundHead, host: str, address: str) -> str:
     """Why the workers of a round will not meet at its bootstrap address, and what to do; empty if they may, as far as
     this node can tell. Of a large round it knows only some of the hosts.
 
@@ -74,11 +74,10 @@ def address_trouble(round_: AnyRound, host: str, address: str) -> str:
         host: this node's, as in its seat.
         address: this node's own.
     """
-    chunk = round_.chunk if isinstance(round_, HeardRound) else None
-    hosts = [seat.host for seat in round_.seats] if isinstance(round_, Round) else list(chunk.hosts if chunk else ())
-    first = hosts[0] if isinstance(round_, Round) else "rank 0's node"
-    is_here = _machine(first) == _machine(host) if isinstance(round_, Round) else round_.address == address
-    if len({*map(_machine, (*hosts, host))}) == 1 or not (why := _why_unreachable(round_.address, is_here)):
+    hosts = {rank: seat.host for rank, seat in round_.known.items()}
+    first = hosts.get(0, "rank 0's node")
+    is_here = _machine(first) == _machine(host) if 0 in hosts else round_.address == address
+    if len({*map(_machine, (*hosts.values(), host))}) == 1 or not (why := _why_unreachable(round_.address, is_here)):
         return ""
     return (
         f"workers on other hosts cannot reach {round_.address} (MASTER_ADDR): it {why}; start {first} with"

@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous import api
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core import rendezvous_records
-from ftcoord.core.layout import round_key, round_store_prefix
-from ftcoord.core.rendezvous_records import AnyRound, Round, WorkerFailure
+from ftcoord.core.layout import fence_key, round_store_prefix
+from ftcoord.core.rendezvous_records import RoundHead, WorkerFailure
 from ftcoord.core.timers import TimerInfo
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError, EtcdError, ThreadNotStarted
@@ -68,7 +68,7 @@ class HandlerResources:
         """When the agent was asked to stop the workers of this round, on this host's wall clock."""
         self.left = False  # any thread; becomes True once
 
-    def watch_workers(self, round_: AnyRound, children: MarkedChildren | None, *, starting: bool = False) -> None:
+    def watch_workers(self, round_: RoundHead, children: MarkedChildren | None, *, starting: bool = False) -> None:
         """Report a failed worker at once. If they cannot be watched, the other nodes learn of it from the agent.
 
         Args:
@@ -160,7 +160,7 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
         self.host = f"{socket.gethostname()} (pid {os.getpid()})"
         self._resources = HandlerResources(Node(etcd, settings, self._address, self.host), ends)
         self._children: MarkedChildren | None = None
-        self._watched: AnyRound | None = None
+        self._watched: RoundHead | None = None
         self._users_error: BaseException | None = None
         self._told = True
         self._called_back = 0
@@ -315,7 +315,7 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
                 raise api.RendezvousConnectionError(f"could not prepare for run {run!r}: {error}") from None
             undo.pop_all()
 
-    def _join(self) -> tuple[AnyRound, int]:
+    def _join(self) -> tuple[RoundHead, int]:
         if self._resources.left:
             raise api.RendezvousClosedError(SHUT_DOWN)
         self._resources.end_round()
@@ -331,7 +331,7 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
-    def _begin_round(self, round_: AnyRound, reservation: Reservation) -> int:
+    def _begin_round(self, round_: RoundHead, reservation: Reservation) -> int:
         member = self._node.participant.member
         if member is None:  # another thread has shut this handler down just now
             raise api.RendezvousClosedError(SHUT_DOWN)
@@ -341,13 +341,13 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
         prefix = self._settings.prefix
         self._resources.store = EtcdStore(
             self._etcd,
-            round_store_prefix(prefix, round_.number),
+            round_store_prefix(prefix, round_.name),
             lease=member.record_lease or None,  # 0 if the record was deleted just now
-            fence=(round_key(prefix, round_.number), round_.roll.encode()),
+            fence=fence_key(prefix, round_.name),
         )
         return rank
 
-    def _expect_workers(self, round_: AnyRound) -> None:
+    def _expect_workers(self, round_: RoundHead) -> None:
         """Prepare for workers, before the agent starts the first one: this process may be killed right after that, and
         the worker may end before the agent looks at it."""
         children, member = self._children, self._node.participant.member
@@ -374,7 +374,7 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
 
     # -- events -------------------------------------------------------------------------------------------------
 
-    def _log(self, text: str, round_: AnyRound, reason: str, rank: int | None = None) -> None:
+    def _log(self, text: str, round_: RoundHead, reason: str, rank: int | None = None) -> None:
         """Log a change of this node's state; `round_` is the last round that it took part in."""
         member, run = self._node.participant.member, self._settings.run_id
         id_, revision = (member.id, member.record_revision or None) if member else (None, None)
@@ -502,15 +502,16 @@ def connect(config: EtcdConfig, join_timeout: float = 0.0) -> SharedClient:
 # -- for people -----------------------------------------------------------------------------------------------------
 
 
-def round_line(run_id: str, round_: AnyRound, rank: int) -> str:
+def round_line(run_id: str, round_: RoundHead, rank: int) -> str:
     """A participant's log line for a round that is ready. In a large round it does not know the other participants."""
-    where = f"on {named(seat.host for seat in round_.seats)}" if isinstance(round_, Round) else f"with {round_.address}"
+    hosts = [seat.host for _, seat in sorted(round_.known.items())]
+    where = f"on {named(hosts)}" if len(hosts) == round_.size else f"with {round_.address}"
     before = f"; the round before ended: {round_.before}" if round_.before else ""
     who = f"decided by {decider_of(round_)}"
     return f"run {run_id!r}, round {round_.number}: this node is rank {rank} of {round_.size}, {where}, {who}{before}"
 
 
-def decider_of(round_: AnyRound) -> str:
+def decider_of(round_: RoundHead) -> str:
     """The host of the member that decided a round; that member's id if it has no seat, or the round is large."""
-    hosts = {seat.member: seat.host for seat in round_.seats} if isinstance(round_, Round) else {}
+    hosts = {seat.member: seat.host for seat in round_.known.values()}
     return hosts.get(round_.by, f"member {round_.by}")

@@ -17,14 +17,13 @@ from torch.distributed.elastic.rendezvous import api
 
 from ftcoord import concurrency
 from ftcoord.core.death_records import Death
-from ftcoord.core.history import failure_event
-from ftcoord.core.rendezvous import call_back, is_same_round, may_reopen
-from ftcoord.core.rendezvous_records import ROLLS, AnyRound, JoinRequest, RollSizes, WorkerFailure, parse_join_request
+from ftcoord.core.rendezvous import call_back, may_reopen
+from ftcoord.core.rendezvous_records import JoinRequest, RoundHead, WorkerFailure
 from ftcoord.core.verdict import Standing
 from ftcoord.errors import ClientClosed, EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.escaping import neutral
 from ftcoord.etcd.api import Etcd
-from ftcoord.etcd.retry import UNANSWERED, TimeLimit, retry
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
@@ -43,16 +42,6 @@ SAY_RETRY_PAUSE: Final = 0.5
 SHUT_DOWN: Final = "this handler was shut down; make a new one"
 
 
-class _FailedWorker:
-    """A worker that failed in the last round that its node took part in, as reported to the other nodes."""
-
-    def __init__(self) -> None:
-        self.failure: WorkerFailure | None = None  # written by any thread
-        """None if no worker failed."""
-        self.said_at = 0
-        """etcd's revision at which that was first written, as far as is known; 0 before."""
-
-
 class _Numbers:
     """The numbers of rounds that a node asks with. For the asking thread; `highest` is read by any."""
 
@@ -61,8 +50,6 @@ class _Numbers:
         """The highest round that it knows of: it asks for a later one."""
         self.reopens = -1
         """The round that ended the run which it restarts; -1 for none."""
-        self.has_looked = False
-        """Whether it also knows all rounds that have left something in etcd."""
 
     def heard(self, *numbers: int) -> None:
         """Note these rounds."""
@@ -77,24 +64,21 @@ class Node:
         settings: the run and its timeouts.
         address: where the other nodes reach this host.
         host: the host's name, for people.
-        rolls: when a round's roll is stored beside its head.
     """
 
-    def __init__(
-        self, etcd: Etcd, settings: RendezvousSettings, address: str, host: str, rolls: RollSizes = ROLLS
-    ) -> None:
+    def __init__(self, etcd: Etcd, settings: RendezvousSettings, address: str, host: str) -> None:
         options = replace(settings.rounds, return_to_seat=settings.times.lease_ttl)
         self._settings, self._address, self.host = settings, address, host
         self.id = uuid.uuid4().hex
         """The same through all of its leases, so that it keeps its rank."""
-        self.round: AnyRound | None = None  # read by any thread
+        self.round: RoundHead | None = None  # read by any thread
         """The last round that it took part in,"""
         self._seat = ""
         """and the member as which it took its seat there."""
         self._changed = concurrency.condition("Node._changed")  # the participant's
-        self.participant: Participant[AnyRound, JoinRequest] = Participant(
+        self.participant: Participant[RoundHead, JoinRequest] = Participant(
             etcd,
-            RoundUse(settings.prefix, options, etcd, rolls, lambda: self.round),
+            RoundUse(settings.prefix, options, etcd),
             # A round that is ready counts, though the lease was lost: see `_ready_after_all`.
             ParticipantOptions(
                 settings.times.lease_ttl,
@@ -107,7 +91,8 @@ class Node:
         )
         self.is_drained = False  # becomes True once, on the thread that asks
         """Whether it has left because an operator drained it."""
-        self._failed = _FailedWorker()
+        self.failure: WorkerFailure | None = None  # written by any thread
+        """How its worker failed in the last round that it took part in; None if none did."""
         self._holder = SeatHolder(self.participant, settings.times.request_timeout)
         self._run = RunRecord(etcd, settings)
         self._numbers = _Numbers()
@@ -132,7 +117,7 @@ class Node:
         assert rank is not None
         return rank
 
-    def ask(self, port: int) -> AnyRound | None:
+    def ask(self, port: int) -> RoundHead | None:
         """The next round with a seat for this node, when all have taken their seats; None to be called again.
 
         Args:
@@ -170,16 +155,13 @@ class Node:
         within = TimeLimit.of(min(timeout, self._settings.times.close_timeout, self._settings.times.request_timeout))
         # The rest is for the lease: while that lives the others wait, whatever they are told.
         words = TimeLimit(LOOK_TIMEOUT, within.deadline - TAKE_BACK_TIMEOUT)
-        death = Death(why, int(concurrency.wall() * 1000), left=True)
         member = self.participant.member
-        lives = member if member is not None and member.entered and not member.lost else None
+        mine, now = self.round, member.record if member is not None else None
+        is_last = mine is not None and now is not None and now.name == mine.name
+        failures = (self.failure,) if self.failure is not None and is_last else ()
         # Of the seat that it holds, if it holds one: the others know it by that.
-        ask = self._hold(self.round) if self.round is not None else self._new_ask(0)
-        if lives is not None and self.participant.farewell(ask, death, words) and lives.record is not None:
-            mine, failed, now = self.round, self.failure, lives.record
-            is_mine = mine is not None and failed is not None and is_same_round(now, mine)
-            told = [failure_event(now.number, self.host, self.id, failed)] if failed and is_mine else []
-            self._run.note_last(now, lives.record_lease, told, host=self.host, member=lives.id, within=words)
+        ask = self._hold(mine) if mine is not None else self._new_ask(0)
+        self.participant.farewell(ask, Death(why, int(concurrency.wall() * 1000), left=True, failures=failures), words)
         self.participant.leave(within.left())
 
     def waiting(self) -> tuple[int, str]:
@@ -191,7 +173,7 @@ class Node:
         member, mine = self.participant.member, self.round
         if member is None or mine is None:
             return 0, ""
-        count, reason = call_back(member.record, mine)
+        count, reason = call_back(member.record, mine) if member.has_read else (0, "")
         if count or (member.entered and not member.lost):
             return count, reason
         failure = member.failure or self._holder.failure
@@ -205,11 +187,7 @@ class Node:
 
     # -- asking -------------------------------------------------------------------------------------------------
 
-    def _ask(self, port: int, pace: RoundPace) -> AnyRound | None:
-        if not self._numbers.has_looked:
-            # Behind all rounds that have left something, though the record that would tell of them may be gone.
-            self._numbers.heard(self._highest_round(pace))
-            self._numbers.has_looked = True
+    def _ask(self, port: int, pace: RoundPace) -> RoundHead | None:
         look = self.participant.ask(self._new_ask(port), pace)
         if look.standing is Standing.ANSWERED:
             assert look.record is not None
@@ -227,17 +205,8 @@ class Node:
             self._go_on_or_end(look.record, pace)
         return None
 
-    def _highest_round(self, pace: RoundPace) -> int:
-        within = TimeLimit(self._settings.times.request_timeout, pace.deadline)
-
-        def once() -> int:
-            self.participant.prepare(pace.deadline)  # each time: it raises Left once this node was stopped
-            return self._run.highest_round(within.left())
-
-        return retry(once, UNANSWERED, pace.deadline, pace.gone)
-
     def _new_ask(self, port: int) -> JoinRequest:
-        settings, after, failed = self._settings, self._numbers.highest, self._failed
+        settings, after, failure = self._settings, self._numbers.highest, self.failure
         ask = JoinRequest(
             self.id,
             self._address,
@@ -250,25 +219,13 @@ class Node:
             reopens=self._numbers.reopens,
         )
         is_next = self.round is not None and after == self.round.number
-        if not is_next or failed.failure is None:
-            return ask
-        failed.said_at = failed.said_at or self._when_said(after)
-        return replace(ask, failed=(failed.failure,), failed_at=failed.said_at)
+        return replace(ask, failed=(failure,)) if is_next and failure is not None else ask
 
-    def _when_said(self, number: int) -> int:
-        """etcd's revision at which this node has written that a worker of that round failed; 0 if it has not."""
-        member = self.participant.member
-        said = member.group.said if member is not None else None
-        if said is None:
-            return 0
-        ask = parse_join_request(said.key, said.value)
-        return said.mod_revision if ask.failed and ask.seated == number else 0
-
-    def worker_failed(self, mine: AnyRound, failure: WorkerFailure) -> None:
+    def worker_failed(self, mine: RoundHead, failure: WorkerFailure) -> None:
         """Report to the others at once that a worker of that round failed: this node's agent comes back later, when it
         has stopped the other workers. For any thread."""
         if self.round is mine and not self.waiting()[0]:
-            self._failed.failure = failure
+            self.failure = failure
             run, fate = self._settings.run_id, failure.line
             metrics.WORKER_FAILURES.add(run)
             text = f"run {run!r}, round {mine.number}: {fate}; reported to the other nodes"
@@ -280,26 +237,21 @@ class Node:
         """Note the failure of the worker that failed first, now that all have ended; None if none failed. It is part of
         the node's next request."""
         if failure is not None:
-            self._failed.failure = failure
+            self.failure = failure
 
-    @property
-    def failure(self) -> WorkerFailure | None:
-        """The failure of its worker that failed in the last round that it took part in; None for none."""
-        return self._failed.failure
-
-    def _hold(self, mine: AnyRound) -> JoinRequest:
+    def _hold(self, mine: RoundHead) -> JoinRequest:
         """The request by which this node holds its seat in that round, and asks for nothing."""
         return replace(self._new_ask(0), seated=mine.number, holds=self._seat)
 
-    def _started(self, round_: AnyRound) -> AnyRound:
+    def _started(self, round_: RoundHead) -> RoundHead:
         self._seat = next(one for one in reversed(self.participant.ids) if round_.rank_of(one) is not None)
-        self._failed = _FailedWorker()
+        self.failure = None
         self.round = round_  # first: `waiting` looks at any time
         self._numbers.highest = round_.number
         self._holder.allow()
         return round_
 
-    def _ready_after_all(self, look: Look[AnyRound, JoinRequest], pace: RoundPace) -> AnyRound | None:
+    def _ready_after_all(self, look: Look[RoundHead, JoinRequest], pace: RoundPace) -> RoundHead | None:
         """For a node that lost its lease: its round, if that has become ready. By then the others have started it, and
         wait until this node starts too: so it has time for that though its own is over. The round is recalled right
         afterwards."""
@@ -314,10 +266,10 @@ class Node:
         except api.RendezvousConnectionError as error:
             log.debug("could not read whether the round is still the last one: %s", error)
             return None
-        stands = now is not None and is_same_round(now, known) and not now.closed
+        stands = now is not None and now.name == known.name and not now.closed
         return self._started(known) if stands else None
 
-    def _go_on_or_end(self, now: AnyRound, pace: RoundPace) -> None:
+    def _go_on_or_end(self, now: RoundHead, pace: RoundPace) -> None:
         """For a run that is over: continue it, or raise the error that ends this node."""
         settings = self._settings
         if not pace.has_waited and self.round is None and may_reopen(now, settings.rounds.restart):
@@ -374,7 +326,7 @@ class SeatHolder:
         timeout: seconds that one attempt may take.
     """
 
-    def __init__(self, participant: Participant[AnyRound, JoinRequest], timeout: float) -> None:
+    def __init__(self, participant: Participant[RoundHead, JoinRequest], timeout: float) -> None:
         self._participant, self._timeout = participant, timeout
         self._lock = concurrency.lock("SeatHolder._lock")  # guards what follows; never held while it waits
         self._thread: concurrency.Thread | None = None

@@ -11,7 +11,7 @@ from typing import Final
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
 
 from ftcoord import concurrency
-from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, RoundHead
 from ftcoord.core.round_situation import RETURN_FACTOR, SAY_AGAIN, contradicts, seating_time, spelled, unhurried
 from ftcoord.core.verdict import Standing
 from ftcoord.errors import EtcdError
@@ -52,7 +52,7 @@ class RoundPace:
     """
 
     def __init__(
-        self, participant: Participant[AnyRound, JoinRequest], settings: RendezvousSettings, run: RunRecord, host: str
+        self, participant: Participant[RoundHead, JoinRequest], settings: RendezvousSettings, run: RunRecord, host: str
     ) -> None:
         now = concurrency.now()
         self._participant, self._settings, self._run, self._host = participant, settings, run, host
@@ -75,14 +75,10 @@ class RoundPace:
         """When to log next who is there, before this node's turn is added."""
         self._seated = 0, now
         """The round in which it takes its seat, and since when."""
-        self._tolerated: AnyRound | None = None
+        self._tolerated: RoundHead | None = None
         """A record with other limits, which no other live node has, as far as is known."""
 
-    @property
-    def crowd(self) -> int:
-        return self._settings.max_nodes
-
-    def see(self, look: Look[AnyRound, JoinRequest]) -> Standing:
+    def see(self, look: Look[RoundHead, JoinRequest]) -> Standing:
         standing, now = look.standing, concurrency.now()
         if standing is Standing.REFUSED and look.record is self._tolerated:
             standing = Standing.PENDING
@@ -107,7 +103,7 @@ class RoundPace:
             return now
         return min(self.deadline, self._check_at, self._line_at + self._turn, signals_at())
 
-    def tick(self, look: Look[AnyRound, JoinRequest]) -> None:
+    def tick(self, look: Look[RoundHead, JoinRequest]) -> None:
         """Raises RendezvousTimeoutError after the join timeout, and RendezvousStateError when the limits differ."""
         now = concurrency.now()
         if look.standing is Standing.REFUSED:
@@ -128,9 +124,9 @@ class RoundPace:
                 log_change(log, f"run {run!r}: waits for a round: {there}", run=run, reason=there, host=self._host)
 
     def _next_line(self, now: float) -> float:
-        return now - self._turn + max(LINE_INTERVAL, self.crowd / LINES_PER_SECOND)
+        return now - self._turn + max(LINE_INTERVAL, self._settings.max_nodes / LINES_PER_SECOND)
 
-    def _log_spare(self, full: AnyRound, now: float) -> None:
+    def _log_spare(self, full: RoundHead, now: float) -> None:
         """Log at once for each round that this node is a spare, and then from time to time."""
         if self._spare_of == full.number and now < self._line_at + self._turn:
             return
@@ -145,10 +141,10 @@ class RoundPace:
         """By how many seconds this node logs later than others, so that not all read who is there at once."""
         return self._draw * min(self._settings.max_nodes / LINES_PER_SECOND, LINE_INTERVAL)
 
-    def _seats(self, record: AnyRound | None) -> int:
+    def _seats(self, record: RoundHead | None) -> int:
         return record.size if record is not None and record.size else self._settings.min_nodes
 
-    def _check(self, look: Look[AnyRound, JoinRequest], now: float) -> None:
+    def _check(self, look: Look[RoundHead, JoinRequest], now: float) -> None:
         self._tolerated = None
         if look.record is not None and look.record.number == look.ask.seated:
             self._check_at = self._say_again_at(look.record, now)
@@ -156,7 +152,7 @@ class RoundPace:
         else:
             self._check_at = math.inf
 
-    def _say_again_at(self, record: AnyRound | None, now: float) -> float:
+    def _say_again_at(self, record: RoundHead | None, now: float) -> float:
         """When to write again that this node takes its seat."""
         number = record.number if record is not None else 0
         if self._seated[0] != number:
@@ -184,7 +180,7 @@ class RoundPace:
             return f"could not read who is there: {error}"
         before = self._participant.record
         if before is not None and before.closed:
-            nodes = before.nodes if isinstance(before, Round) else ()
+            nodes = {seat.node for seat in before.known.values()} if before is not None else ()
             old = [ask.host for ask in asks if ask.node in nodes or ask.seated == before.number]
             if old:
                 return f"{named(old)} of the run that had ended has still to end"
@@ -194,7 +190,7 @@ class RoundPace:
         count -= len(asks) - len(alike)
         return attendance(asks, count, limits) + (f"; {self._when(alike, count, limits, before)}" if says_when else "")
 
-    def _when(self, hosts: Sequence[str], count: int, limits: tuple[int, int], before: AnyRound | None) -> str:
+    def _when(self, hosts: Sequence[str], count: int, limits: tuple[int, int], before: RoundHead | None) -> str:
         """Until when this node waits if no more nodes come than these, of which `hosts` are the first."""
         settings, now = self._settings, concurrency.now()
         earlier = limits[0] - 1
@@ -225,7 +221,7 @@ class OtherLimits:
         self.refusal = ""
         """Why this node is refused; empty while it may not be."""
 
-    def judge(self, now: AnyRound, ask: JoinRequest, timeout: float) -> None:
+    def judge(self, now: RoundHead, ask: JoinRequest, timeout: float) -> None:
         """Raises RendezvousStateError when others have had the limits of the run `now` for longer than a lease
         lasts."""
         try:

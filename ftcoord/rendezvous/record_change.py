@@ -1,5 +1,5 @@
-"""Changes of a run's record by others than its decider, in one transaction: nodes and operators that end the run, and
-operators that drain nodes."""
+"""A run's record as others than its decider read and change it: who sits in the last round; and, in one transaction
+each, nodes and operators that end the run, and operators that drain nodes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,44 @@ from dataclasses import dataclass, replace
 from ftcoord import concurrency
 from ftcoord.core import rendezvous, rendezvous_records
 from ftcoord.core.history import HistoryEvent, round_events, signed
-from ftcoord.core.layout import decided_key, round_key
-from ftcoord.core.rendezvous_records import NO_ROUND, AnyRound, JoinRequest, Round, RoundHead, parse_decided
+from ftcoord.core.layout import decided_key, fence_key, seats_span
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead, parse_decided
+from ftcoord.errors import StateError
 from ftcoord.escaping import named
-from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Op, Put, Span
+from ftcoord.etcd.api import Delete, Etcd, Get, KeyValue, Op, Put, RangeResult, Span
 from ftcoord.etcd.retry import TimeLimit
-from ftcoord.primitives.group.events import event_puts, written_with
+from ftcoord.primitives.group.decided_record import event_puts, written_with
 from ftcoord.primitives.write_once import WriteOutcome, write_once
+
+
+class SeatsReplaced(Exception):
+    """The seats of a round were deleted, because there is another one by now."""
+
+
+def read_seats(read: Callable[[Get], RangeResult], prefix: str, head: RoundHead) -> Round:
+    """The round of this head, as etcd has it. Raises SeatsReplaced, StateError and EtcdError."""
+    span, decided = seats_span(prefix, head.name), decided_key(prefix)
+    kvs = {kv.key: kv.value for kv in read(Get(span)).kvs}
+    try:
+        return rendezvous_records.seated(prefix, head, kvs)
+    except StateError:
+        now = read(Get(Span(decided))).one
+        if now is None or parse_decided(now.key, now.value).name != head.name:
+            raise SeatsReplaced from None
+        raise
 
 
 @dataclass(frozen=True, slots=True)
 class RecordChange:
     """The record that replaces the present one, the operations that go with it, and the events for the history."""
 
-    record: Round | RoundHead
+    record: RoundHead
     events: Sequence[HistoryEvent]
     also: Sequence[Op] = ()
 
 
 def ending(
-    prefix: str, now: AnyRound, reason: str, outcome: str, *, speaks: bool, ends: Sequence[HistoryEvent] = ()
+    prefix: str, now: RoundHead, reason: str, outcome: str, *, speaks: bool, ends: Sequence[HistoryEvent] = ()
 ) -> RecordChange | None:
     """The change that ends a run; None to leave the run as it is.
 
@@ -44,12 +62,12 @@ def ending(
     ended = rendezvous.close(now, reason, outcome, speaks=speaks)
     if ended is None:
         return None
-    fence = Delete(Span(round_key(prefix, now.number)))
+    fence = Delete(Span(fence_key(prefix, now.name)))
     also = () if outcome == rendezvous_records.FINISHED else (fence,)
     return RecordChange(ended, round_events(now, ended, ends), also)
 
 
-def draining(now: AnyRound, leavers: Sequence[JoinRequest], reason: str) -> RecordChange | None:
+def draining(now: RoundHead, leavers: Sequence[JoinRequest], reason: str) -> RecordChange | None:
     """The change that drains nodes of a run; None to leave the record as it is: see `core.rendezvous.drain`.
 
     Args:
@@ -68,7 +86,7 @@ def change_record(
     etcd: Etcd,
     prefix: str,
     run_ttl: int,
-    change: Callable[[AnyRound], RecordChange | None],
+    change: Callable[[RoundHead], RecordChange | None],
     *,
     by: str,
     within: TimeLimit,

@@ -13,7 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ftcoord.config import EMBEDDED, EtcdConfig, choice, full_text, key_path, parse_host, seconds, switch, text, whole
+from ftcoord.config import (
+    EMBEDDED,
+    EtcdConfig,
+    Given,
+    choice,
+    full_text,
+    key_path,
+    parse_host,
+    seconds,
+    switch,
+    text,
+    whole,
+)
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.core.round_situation import RoundOptions
 from ftcoord.errors import ConfigError
@@ -91,12 +103,6 @@ _REFUSED = {
     "rank": "only for static: ranks are decided by the rendezvous, so leave it out",
 }
 _SECRET_KEY = re.compile("pass|pwd|secret|token|credential", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    name: str
-    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +207,7 @@ class RendezvousSettings:
             found["lease_ttl"] = lease
         etcd = _etcd(endpoint, found, env)
         if etcd is not None:
-            found["request_timeout"] = _Found("request_timeout", etcd.request_timeout)
+            found["request_timeout"] = Given("request_timeout", etcd.request_timeout)
         elif isinstance(max_nodes, int) and max_nodes > 1:
             allowed = (
                 "embedded serves this agent only: --nnodes must be 1, or start `ftcoord server` and name it in the"
@@ -226,24 +232,24 @@ def is_known(key: str) -> bool:
     return key in _NAMES
 
 
-def _read(conf: Mapping[str, object]) -> dict[str, _Found]:
+def _read(conf: Mapping[str, object]) -> dict[str, Given]:
     """The values of `conf`, by setting. Each is checked, even one that an earlier row of the table overrides."""
     for key in conf:
         if key not in _NAMES:
             raise _unknown(key, conf[key])
-    found: dict[str, _Found] = {}
+    found: dict[str, Given] = {}
     for row in _KEYS:
         if conf.get(row.name) is None:
             continue
         value = row.parse(row.name, conf[row.name])
-        first = found.setdefault(row.sets, _Found(row.name, value))
+        first = found.setdefault(row.sets, Given(row.name, value))
         if row.spelling and first.value != value:
             allowed = f"{first.name} is the same setting and has another value; give one of them"
             raise ConfigError(row.name, redacted(value), allowed)
     return found
 
 
-def _part(found: Mapping[str, _Found], of: type) -> dict[str, Any]:
+def _part(found: Mapping[str, Given], of: type) -> dict[str, Any]:
     """The values that are fields of this class."""
     return {one.name: found[one.name].value for one in fields(of) if one.name in found}
 
@@ -258,21 +264,21 @@ def _unknown(key: str, value: object) -> ConfigError:
     return ConfigError(key, shown, f"there is no such key in rdzv_conf; {hint}The keys are: {keys}")
 
 
-def _lease_from_keep_alive(found: Mapping[str, _Found]) -> _Found | None:
+def _lease_from_keep_alive(found: Mapping[str, Given]) -> Given | None:
     """The TTL in torch's terms: a node is dead after `keep_alive_max_attempt` intervals without a keep-alive."""
     given = found.get("keep_alive_interval") or found.get("keep_alive_max_attempt")
     if given is None:
         return None
-    interval = found.get("keep_alive_interval", _Found("", 5.0)).value
-    attempts = found.get("keep_alive_max_attempt", _Found("", 3)).value
+    interval = found.get("keep_alive_interval", Given("", 5.0)).value
+    attempts = found.get("keep_alive_max_attempt", Given("", 3)).value
     ttl = math.ceil(round(interval * attempts, 6))  # 1.1 x 10 is 11, not 11.000000000000002
     if ttl > 3600:
         allowed = f"{interval:g} s x {attempts} attempts must be at most 3600 s; or give lease_ttl"
         raise ConfigError(given.name, given.value, allowed)
-    return _Found(given.name, max(2, ttl))
+    return Given(given.name, max(2, ttl))
 
 
-def _etcd(endpoint: str, found: Mapping[str, _Found], env: Mapping[str, str] | None) -> EtcdConfig | None:
+def _etcd(endpoint: str, found: Mapping[str, Given], env: Mapping[str, str] | None) -> EtcdConfig | None:
     arguments = {name: found[name] for name in (*_LOGIN, "secure", "request_timeout") if name in found}
     if not isinstance(endpoint, str) or endpoint.strip().lower() != EMBEDDED:
         names = {"endpoints": "endpoint", **{name: item.name for name, item in arguments.items()}}

@@ -104,7 +104,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 @pytest.fixture
 def prefix() -> str:
     """The start of the keys of this test alone."""
-    return f"/ftcoord/v1/scenario-{os.getpid()}-{next(_numbers)}"
+    return f"/ftcoord/v2/scenario-{os.getpid()}-{next(_numbers)}"
 
 
 @pytest.fixture

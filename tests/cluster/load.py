@@ -232,9 +232,9 @@ class Training:
             for number, names in told:
                 assert members.setdefault(number, names) == names
 
-    def ask_once(self) -> Told:
+    def ask_once(self, timeout: float = DEADLINE) -> Told:
         """One more quorum, after `stop`."""
-        return agreed([self._ask(number) for number in range(len(self._replicas))])
+        return agreed([process.quorum(address, timeout=timeout) for process, address in self._replicas])
 
     def stop(self) -> None:
         """Whoever waits for a quorum when the others have had theirs is not left alone: they ask with it."""
@@ -336,12 +336,21 @@ class TwoJobs:
         self.wait(2 * self._ttl)
         eventually(lambda: self._quorum() >= self._before[1], "a quorum of all again")
 
+    def start_over(self) -> tuple[int, int]:
+        """etcd has lost the round: all nodes are called back, once. What follows is as in `go_on`."""
+        all_signalled(self.run.nodes)
+        now = self._go_on([node.join() for node in self.run.nodes])
+        self.wait(2 * self._ttl)
+        return now
+
     def go_on(self) -> tuple[int, int]:
         """A worker fails. What is decided next has a higher number than all before; the round and the quorum's id."""
         first, *others = self.run.nodes
         join = first.join()
         all_signalled(others)
-        joins = [join, *(node.join() for node in others)]
+        return self._go_on([join, *(node.join() for node in others)])
+
+    def _go_on(self, joins: Sequence[Future[Seat]]) -> tuple[int, int]:
         seats = join_as_agents(self.run.nodes, joins)
         quorum = eventually(lambda: max(self._quorum(), 0), "a quorum of all")
         self.training.check()

@@ -14,9 +14,9 @@ from invariants import check_succession
 from rdzv_nodes import Node, Nodes, Seat, spawn
 from store_history import History, Operation, check_reads
 
-from ftcoord.core.layout import KEY_PREFIX, decided_key, run_prefix
-from ftcoord.core.rendezvous_records import NO_ROUND, Round, parse_round
-from ftcoord.etcd.api import Batch, Span
+from ftcoord.core.layout import KEY_PREFIX, decided_key, run_prefix, seats_span
+from ftcoord.core.rendezvous_records import NO_ROUND, Round, parse_decided, seated
+from ftcoord.etcd.api import Batch, Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
 
 LOOK = 0.02
@@ -37,7 +37,8 @@ class Rounds:
         self.seats: list[Seat] = []
         self.answered = [0] * len(endpoints)
         self.errors: list[BaseException] = []
-        self._client, self._key = client, decided_key(run_prefix(KEY_PREFIX, run_id))
+        self._client, self._prefix = client, run_prefix(KEY_PREFIX, run_id)
+        self._key = decided_key(self._prefix)
         self._from = client.get(self._key).revision + 1
         self._stopping = threading.Event()
         conf = {"lease_ttl": lease_ttl, "last_call_timeout": 2 * DEADLINE, "join_timeout": 2 * DEADLINE}
@@ -80,18 +81,24 @@ class Rounds:
         watch = self._client.watch(Span(self._key), self._from, seen)
         last = self._client.get(self._key, timeout=DEADLINE).kvs[0].mod_revision
         decided: list[tuple[int, bytes | None]] = []
-        last_record, at = NO_ROUND, 0
+        last_record, at = Round.of(NO_ROUND), 0
         while at < last:
             item = seen.next()
             assert not isinstance(item, Exception), item
             for event in item.events if isinstance(item, Batch) else ():
-                at, record = event.kv.mod_revision, parse_round(self._key, event.kv.value)
+                at, record = event.kv.mod_revision, self._round_in(event.kv)
                 check_succession(last_record, record)
                 if record.number > last_record.number:
                     decided.append((at, _of(record)))
                 last_record = record
         watch.cancel()
         return decided
+
+    def _round_in(self, decided: KeyValue) -> Round:
+        """The round of a record, with its seats as they were then: the next one deletes them."""
+        head = parse_decided(decided.key, decided.value)
+        found = self._client.range(Get(seats_span(self._prefix, head.name), revision=decided.mod_revision))
+        return seated(self._prefix, head, {kv.key: kv.value for kv in found.kvs})
 
     def _agent(self, number: int, node: Node) -> None:
         dice = random.Random(number)
@@ -125,7 +132,7 @@ class Rounds:
 
 
 def _of(record: Round) -> bytes:
-    return _told(record.number, len(record.seats), record.address, record.port)
+    return _told(record.number, record.size, record.address, record.port)
 
 
 def _told(number: int, world: int, address: str, port: int) -> bytes:

@@ -143,11 +143,11 @@ def guarded(
 
 def test_users(guarded: Guarded) -> None:
     with EtcdClient(EtcdConfig.load(guarded.endpoints, env={}, user=USER, password=PASSWORD)) as client:
-        assert client.put("/ftcoord/v1/key", b"", timeout=DEADLINE).succeeded
+        assert client.put("/ftcoord/v2/key", b"", timeout=DEADLINE).succeeded
         with pytest.raises(EtcdAuthError):
             client.put("/key", b"")
     with EtcdClient(EtcdConfig.load(guarded.endpoints, env={})) as client, pytest.raises(EtcdError):
-        client.get("/ftcoord/v1/key", timeout=1)
+        client.get("/ftcoord/v2/key", timeout=1)
 
 
 def test_the_leader_of_a_cluster_with_users_is_killed(

@@ -100,7 +100,7 @@ def test_made_from_torchruns_parameters(etcd: EtcdServer, client: EtcdClient) ->
     assert other.get_state() == written[:2]
     PrefixStore("round", store).set("key", "value")
     assert PrefixStore("round", other_store).get("key") == b"value"
-    assert client.get("/ftcoord/v1/a%2Fb/dynamic/state").one is not None
+    assert client.get("/ftcoord/v2/a%2Fb/dynamic/state").one is not None
     for each in (store, other_store):
         each.close()
 

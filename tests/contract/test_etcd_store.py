@@ -222,7 +222,7 @@ def test_no_run_has_the_keys_of_a_store_without_a_prefix(etcd: EtcdServer) -> No
     store.set("mine", b"1")
     runs = ["store", "@store", "%40store", "/", "", "a/../@store", "st\u00f6re"]
     with etcd.get_client() as client:
-        (key,) = (key for key in keys_under(client, "/ftcoord/v1") if key.endswith("/mine"))
+        (key,) = (key for key in keys_under(client, "/ftcoord/v2") if key.endswith("/mine"))
     assert not any(key.startswith(f"{run_prefix(KEY_PREFIX, run)}/") for run in runs)
     store.delete_key("mine")
     store.close()

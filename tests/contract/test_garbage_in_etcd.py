@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.layout import decided_key, member_id, member_key, roster_key
+from ftcoord.core.layout import decided_key, member_id, member_key
 from ftcoord.core.quorum_records import QuorumRecord, encode
 from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.errors import StateError
@@ -44,14 +44,14 @@ def anything(dice: random.Random, kind: str) -> bytes:
 def run_id(client: EtcdClient, request: pytest.FixtureRequest) -> Iterator[str]:
     name = "garbage"
     yield name
-    client.delete(Span(f"/ftcoord/v1/{name}", is_prefix=True))
+    client.delete(Span(f"/ftcoord/v2/{name}", is_prefix=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_among_garbage(make_nodes: MakeNodes, client: EtcdClient, run_id: str, kind: str) -> None:
     dice = random.Random(kind)
     nodes = make_nodes(2, 2, run_id=run_id).add(2)
-    prefix = f"/ftcoord/v1/{run_id}"
+    prefix = f"/ftcoord/v2/{run_id}"
     foreign = [f"{prefix}/members/x", f"{prefix}/members/zz/1", f"{prefix}s/decided", f"{prefix}-2", f"{prefix}/notes"]
     there = {key: anything(dice, kind) for key in foreign}
     for key, value in there.items():
@@ -134,12 +134,12 @@ def pair(client: EtcdClient, prefix: str) -> Iterator[Pair]:
 def test_a_quorum_among_garbage(pair: Pair, client: EtcdClient, kind: str) -> None:
     """It is said with the key's name, and never decided over. Who knew the quorum goes on when the key is deleted."""
     dice = random.Random(kind)
-    beside = [f"{pair.key}s", f"{pair.key}/other", f"{pair.key}/roster/1"]
+    beside = [f"{pair.key}s", f"{pair.key}/other"]
     there = {key: anything(dice, kind) for key in beside}
     for key, value in there.items():
         client.put(key, value)
     number = pair.ask(1).number
-    for step, key in enumerate((pair.key, roster_key(pair.key)) * ROUNDS, 2):
+    for step, key in enumerate((pair.key,) * ROUNDS, 2):
         garbage = anything(dice, kind)
         client.put(key, garbage)
         with pytest.raises(StateError, match=repr(key)) as caught:

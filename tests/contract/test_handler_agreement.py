@@ -14,15 +14,16 @@ from dataclasses import replace
 import pytest
 from helpers import DEADLINE, eventually
 from late import Late
-from rdzv_nodes import MakeNodes, Node, all_signalled, is_waiting, join_all, seats_of, waits
+from rdzv_nodes import MakeNodes, Node, all_signalled, decider_first, is_waiting, join_all, seats_of, waits
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
 from ftcoord.core import rendezvous_records
-from ftcoord.core.rendezvous_records import Round
+from ftcoord.core.rendezvous_records import RoundHead
 from ftcoord.core.round_situation import FRESH
 from ftcoord.core.verdict import Standing
 from ftcoord.errors import RoundOver
+from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group.pace import Look
 from ftcoord.rendezvous import pace
@@ -31,9 +32,9 @@ FAILURE = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "none")})
 """What an agent ends with whose workers have used up their restarts."""
 
 
-def decided(client: EtcdClient, node: Node) -> Round | None:
+def decided(client: EtcdClient, node: Node) -> RoundHead | None:
     kv = client.get(f"{node.handler._settings.prefix}/decided").one
-    return rendezvous_records.parse_round(kv.key, kv.value) if kv else None
+    return rendezvous_records.parse_decided(kv.key, kv.value) if kv else None
 
 
 # -- nobody starts alone ----------------------------------------------------------------------------------------------
@@ -110,6 +111,20 @@ def test_a_node_that_died_after_it_took_its_seat_starts_no_round(
     assert len(seats_of([first, third, replacement.join()])) == 3
 
 
+def test_a_round_that_etcd_loses_while_seats_are_taken_is_followed_by_another(
+    make_nodes: MakeNodes, client: EtcdClient, late_clients: None
+) -> None:
+    """Who has taken its seat there asks again (G5)."""
+    decider, slow = make_nodes(2, 2).add(2)
+    first = waits(decider)
+    news_of(slow).hold()
+    second = slow.join()
+    eventually(lambda: says_that_it_is_seated(client, decider), what="it takes its seat")
+    client.delete(Span(f"{decider.handler._settings.prefix}/decided"))
+    news_of(slow).release()
+    assert seats_of([first, second])[0].round == 2
+
+
 def test_a_join_time_out_ends_no_node_that_has_its_seat(
     make_nodes: MakeNodes, client: EtcdClient, late_clients: None
 ) -> None:
@@ -144,6 +159,19 @@ def test_a_node_that_loses_its_lease_as_its_round_becomes_ready_starts_it(
     client.put(key, rendezvous_records.encode(now))
     nodes[1].handler.set_closed()
     assert node._ready_after_all(look, node.pace) is None
+
+
+def test_a_node_that_takes_another_lease_is_not_called_back(make_nodes: MakeNodes) -> None:
+    """Before it has joined under that it knows of no round, which says nothing about its own (R9)."""
+    nodes = make_nodes(2, 2).add(2)
+    join_all(nodes)
+    participant = nodes[0].handler._node.participant
+    nodes[0].member().orphan()
+    participant.prepare()
+    assert not participant.joined
+    assert not nodes[0].signalled()
+    eventually(lambda: participant.joined, what="it holds its seat again")
+    assert not any(node.signalled() for node in nodes)
 
 
 def test_who_has_lost_its_lease_takes_no_seat(make_nodes: MakeNodes, client: EtcdClient) -> None:
@@ -211,10 +239,10 @@ def test_a_node_that_the_others_went_on_without_does_not_end_their_run(make_node
 
 def test_a_participant_of_a_failed_run_is_no_spare_of_it(make_nodes: MakeNodes, client: EtcdClient) -> None:
     """It lost its lease, and waits as a new incarnation when another one's failure ends the run: no exit code 0."""
-    # With a lease that is not renewed just then: it would find out, and be back in its seat before it is missed.
-    # And it is not the one that decides, which sees at once that its key is gone.
+    # And does not know that it has lost it: else it would be back in its seat before it is missed.
     nodes = make_nodes(2, 2, settle_timeout=60, last_call_timeout=600, lease_ttl=600).add(2)
-    seats_of([waits(nodes[0]), nodes[1].join()])
+    join_all(nodes)
+    nodes = decider_first(nodes)
     client.revoke(nodes[1].lease())
     all_signalled([nodes[1]])
     join = nodes[1].join()

@@ -17,12 +17,12 @@ from rdzv_nodes import spawn
 from sites import KINDS, Site, group_ask
 
 from ftcoord.coordination.address import parse_address
-from ftcoord.core.layout import decided_span
-from ftcoord.core.quorum_head import parse_quorum
+from ftcoord.coordination.policy import QuorumPolicy
 from ftcoord.core.quorum_records import parse_replica
+from ftcoord.core.verdict import Verdict, Wait
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
+from ftcoord.primitives.group.policy import View
 
 NAMES = "abcde"
 RULES = {"min_replicas": 2, "join_timeout_ms": 15_000, "heartbeat_timeout_ms": 60_000}
@@ -76,12 +76,27 @@ def _request(chance: random.Random, shrinks: bool) -> dict[str, Any]:
     }
 
 
+_waits: dict[str, str] = {}
+"""By the prefix of a job: why its decider waited last, if it has decided nothing since."""
+_views: dict[str, View] = {}
+"""By the prefix of a job: what its decider saw last. It may see who has joined a moment later than others do."""
+_decide = QuorumPolicy.decide
+
+
+def noting(policy: QuorumPolicy, view: View, *more: Any) -> Verdict[bytes]:
+    """Decide, and note on what, and why not."""
+    verdict = _decide(policy, view, *more)
+    _views[policy._prefix] = view
+    _waits[policy._prefix] = verdict.reason if isinstance(verdict, Wait) else ""
+    return verdict
+
+
 def heard(kind: str, job: str, etcd: EtcdClient) -> set[str]:
     """The replicas that count as alive."""
     if kind == "torchft":
         with urllib.request.urlopen(f"{job}/status", timeout=DEADLINE) as page:
             return set(re.findall(r"(\w+): seen ", page.read().decode()))
-    members = etcd.range(Get(Span(f"{parse_address(job).prefix}/members/", is_prefix=True))).kvs
+    members = _views[parse_address(job).prefix].members if parse_address(job).prefix in _views else ()
     return {parse_replica(kv.key, kv.value).request.replica_id for kv in members}
 
 
@@ -92,16 +107,8 @@ def waiting(kind: str, job: str, etcd: EtcdClient) -> int:
             found = re.search(rb"\[(\d+)/\d+ participants healthy\]", page.read())
         assert found is not None
         return int(found[1])
-    prefix = parse_address(job).prefix
-    kvs = etcd.range(Get(decided_span(prefix))).kvs
-    answered = set()
-    if kvs:
-        decided, roster = kvs
-        quorum = parse_quorum(decided.key, decided.value, roster.value)
-        answered = {(one.member, one.asked) for one in (*quorum.seats, *quorum.idle)}
-    members = etcd.range(Get(Span(f"{prefix}/members/", is_prefix=True))).kvs
-    asked = {(kv.key.rpartition("/")[2], parse_replica(kv.key, kv.value).asked) for kv in members}
-    return sum(one[1] > 0 for one in asked - answered)
+    found = re.search(r"\[(\d+)/\d+ participants healthy\]", _waits.get(parse_address(job).prefix, ""))
+    return int(found[1]) if found else 0
 
 
 def until_heard(kind: str, job: str, etcd: EtcdClient, count: int) -> None:
@@ -144,6 +151,7 @@ def _plain(result: Any, names: dict[str, str]) -> dict[str, Any]:
 
 def test_replicas_are_told_the_same(etcd: EtcdServer, client: EtcdClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTCOORD_ENDPOINTS", etcd.get_endpoint())
+    monkeypatch.setattr(QuorumPolicy, "decide", noting)
     histories = {seed: history(seed, 8) for seed in range(6)}
     played = {
         (seed, kind): spawn(lambda kind=kind, rounds=rounds: play(kind, rounds, client))

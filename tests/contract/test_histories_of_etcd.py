@@ -30,7 +30,6 @@ from ftcoord.etcd.api import (
     Span,
     TxnResult,
     WatchItem,
-    encode_key,
 )
 from ftcoord.etcd.client import EtcdClient
 
@@ -122,19 +121,17 @@ def drawn_get(draw: random.Random, revision: int) -> Get:
         keys_only=draw.random() < 0.2,
         count_only=draw.random() < 0.1,
         order=draw.choice(("keys", "oldest", "newest")),
-        created_before=draw.choice((0, 0, draw.randint(1, revision + 1))),
         revision=draw.choice((0, 0, draw.randint(1, revision + 1))),
     )
 
 
 def drawn_compare(draw: random.Random, revision: int, side: Side) -> Compare:
     key, relation = draw.choice(KEYS), draw.choice(("=", "!=", ">", "<"))
-    end = draw.choice((b"", b"", b"", encode_key("/h0")))
     target = draw.choice(("create", "mod", "version", "value", "lease"))
     if target == "lease":  # ids have no order that both sides share
-        return Compare(key, target, draw.choice(("=", "!=")), side.lease(draw.randint(-1, len(side.leases))), end)
+        return Compare(key, target, draw.choice(("=", "!=")), side.lease(draw.randint(-1, len(side.leases))))
     operands: dict[str, Any] = {"value": draw.choice((b"", b"1", b"2")), "version": draw.randint(0, 3)}
-    return Compare(key, target, relation, operands.get(target, draw.randint(0, revision)), end)
+    return Compare(key, target, relation, operands.get(target, draw.randint(0, revision)))
 
 
 def drawn_op(draw: random.Random, revision: int, side: Side) -> Op:

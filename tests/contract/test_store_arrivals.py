@@ -15,8 +15,7 @@ from torch.distributed import DistStoreError
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.store import EtcdStore
-from ftcoord.store.store import KEYS_PER_REQUEST
+from ftcoord.store import KEYS_PER_REQUEST, EtcdStore
 
 LONG = timedelta(seconds=DEADLINE)
 MANY = 2 * KEYS_PER_REQUEST + 50

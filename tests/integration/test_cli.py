@@ -15,7 +15,7 @@ import pytest
 from helpers import DEADLINE, eventually
 
 import ftcoord
-from ftcoord.commands import demo_server
+from ftcoord.commands import demo_server_dashboard_gateway_metrics as serving
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd import api
 from ftcoord.etcd.client import EtcdClient
@@ -64,7 +64,7 @@ def test_server_says_itself_that_its_etcd_is_old(
 ) -> None:
     """Clients do not say it of an etcd that ftcoord started."""
     monkeypatch.setattr(api, "FLOORS", dict.fromkeys(itertools.product((3, 4), range(20)), floor))
-    demo_server.advise(etcd)
+    serving.advise(etcd)
     told = capsys.readouterr().out
     assert told.partition("; ")[2] == (
         "it has known lease and watch bugs, so use 99 or newer for real training runs\n" * (floor == (99,))
@@ -95,16 +95,6 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
         assert process.wait(DEADLINE) == 130
     assert not any(alive(pid) for pid in pids)
     eventually(lambda: not any(is_worker_in(tmp_path, pid) for pid in all_pids()), what="the workers end")
-
-
-def test_orphans_end() -> None:
-    """A child of a child that ended before, as a worker is whose torchrun is interrupted while it starts it."""
-    code = (
-        "import subprocess; from ftcoord.demo.run import no_orphans\n"
-        "with no_orphans(): print(subprocess.check_output(['sh', '-c', 'sleep 1000 > /dev/null & echo $!'], text=True))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE)
-    eventually(lambda: not alive(int(done.stdout)), what="the orphan ends")
 
 
 def all_pids() -> list[int]:

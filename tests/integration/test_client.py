@@ -313,13 +313,16 @@ from ftcoord.config import EtcdConfig
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 clients = [EtcdClient(EtcdConfig.load(sys.argv[1], request_timeout=60)) for _ in range(2)]
-done = threading.Event()
+done, called = threading.Event(), threading.Barrier(5)
 def call():
+    clients[0].range(Get(Span("/handlers")))
+    called.wait()
     while not done.is_set():
         clients[0].range(Get(Span("/handlers")))
 threads = [threading.Thread(target=call) for _ in range(4)]
 for thread in threads:
     thread.start()
+called.wait()
 failed = 0
 for _ in range(int(sys.argv[3])):
     if (child := os.fork()) == 0:

@@ -26,11 +26,3 @@ def test_nobody_says_by_a_header_from_where_an_order_comes(etcd: EtcdServer, cli
     death = client.get(death_key(run_prefix(KEY_PREFIX, "forged"), member_id(leases[1]))).one
     assert death is not None
     assert json.loads(death.value)["cause"].endswith(", from 127.0.0.1")
-
-
-def test_prometheus_is_told_of_all_runs(etcd: EtcdServer, client: EtcdClient) -> None:
-    write_run(client, "scraped", ["host0", "host1"])
-    with page(etcd.get_endpoint()) as address, urlopen(f"{address}/metrics", timeout=DEADLINE) as answer:
-        told = answer.read().decode()
-    assert 'ftcoord_run_nodes{run="scraped"} 2.0' in told
-    assert "ftcoord_etcd_up 1.0" in told

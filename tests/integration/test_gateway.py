@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
+import portless
 import pytest
 from helpers import DEADLINE, eventually
 from natives import Natives
@@ -37,6 +38,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 LIMIT = timedelta(seconds=DEADLINE)
+
+
+@pytest.fixture(autouse=True)
+def by_key() -> Iterator[None]:
+    """Replicas ask through etcd, where a test sees what they ask; tests/contract/test_ask_port.py has the other way."""
+    with portless.portless():
+        yield
 
 
 @pytest.fixture
@@ -90,8 +98,7 @@ class Process:
         command = [
             *limit,
             sys.executable,
-            "-m",
-            "ftcoord.cli",
+            portless.__file__,
             "gateway",
             "--etcd",
             job,

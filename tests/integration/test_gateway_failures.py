@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers import DEADLINE, eventually, set_alarm
 from natives import TIMED_OUT, Natives
-from test_gateway import asked, job_of, members, pytestmark  # noqa: F401
+from test_gateway import asked, by_key, job_of, members, pytestmark  # noqa: F401
 
 from ftcoord import EtcdServer
 from ftcoord.coordination import Gateway

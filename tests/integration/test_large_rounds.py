@@ -1,4 +1,4 @@
-"""Rounds of a hundred nodes on a real etcd: light agents, many to a process, whose roll lies in chunks."""
+"""Rounds of a hundred nodes on a real etcd: light agents, many to a process, whose seats lie in many chunks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from helpers import DEADLINE, eventually, rdzv_settings
 from rdzv_nodes import spawn
 
-from ftcoord.core.layout import decided_key, roll_span, rolls_span
-from ftcoord.core.rendezvous_records import AnyRound, RoundHead, parse_decided
+from ftcoord.core.layout import all_seats_span, decided_key, seats_span
+from ftcoord.core.rendezvous_records import RoundHead, parse_decided
 from ftcoord.etcd.api import Get
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.rendezvous.node import Node
@@ -34,7 +34,7 @@ class LightAgents:
         self.nodes += new
         return new
 
-    def ask(self, nodes: Sequence[Node]) -> list[Future[AnyRound]]:
+    def ask(self, nodes: Sequence[Node]) -> list[Future[RoundHead]]:
         return [spawn(lambda node=node, port=port: _round_of(node, port)) for port, node in enumerate(nodes, 1000)]
 
     def end(self) -> None:
@@ -43,7 +43,7 @@ class LightAgents:
             node.participant.orphan()
 
 
-def _round_of(node: Node, port: int) -> AnyRound:
+def _round_of(node: Node, port: int) -> RoundHead:
     node.begin()
     while (found := node.ask(port)) is None:
         pass
@@ -63,9 +63,9 @@ def agents(client: EtcdClient) -> Iterator[Callable[[int], LightAgents]]:
         one.end()
 
 
-def check_round(nodes: Sequence[Node], told: Sequence[AnyRound]) -> None:
+def check_round(nodes: Sequence[Node], told: Sequence[RoundHead]) -> None:
     """One round, and each rank once; rank 0 serves the address."""
-    assert len({(one.number, one.roll, one.size, one.address, one.port) for one in told}) == 1
+    assert len({(one.name, one.size, one.address, one.port) for one in told}) == 1
     assert told[0].size == len(nodes)
     ranks = [one.rank_of(node.participant.ids[-1]) for node, one in zip(nodes, told, strict=True)]
     assert sorted(rank for rank in ranks if rank is not None) == list(range(len(nodes)))
@@ -80,13 +80,12 @@ def test_a_hundred_nodes_meet_and_go_on_without_one(client: EtcdClient, agents: 
     prefix = run.settings.prefix
     (kv,) = client.get(decided_key(prefix)).kvs
     head = parse_decided(kv.key, kv.value)
-    assert isinstance(head, RoundHead)
     assert len(kv.value) < 600
-    chunks = client.range(Get(roll_span(prefix, head.roll))).kvs
+    chunks = client.range(Get(seats_span(prefix, head.name))).kvs
     assert len(chunks) == head.chunks
     assert {one.lease for one in chunks} == {kv.lease}
 
-    nodes[0].leave("it was told to")  # the decider: another one reads the roll, and recalls the round
+    nodes[0].leave("it was told to")  # the decider: another one reads the seats, and recalls the round
     left = nodes[1:]
     eventually(lambda: all(node.waiting()[0] for node in left), "all are called back")
     left = [*left, *run.add(1)]
@@ -98,6 +97,6 @@ def test_a_hundred_nodes_meet_and_go_on_without_one(client: EtcdClient, agents: 
         for node, before, one in zip(nodes[1:], first[1:], second[:-1], strict=True)
     )
     assert kept >= NODES - 2, "but for one that may have to take rank 0"
-    there = client.range(Get(rolls_span(prefix), keys_only=True)).kvs
-    assert len(there) == head.chunks, "the first round's roll is gone"
-    assert not any(one.key in roll_span(prefix, head.roll) for one in there)
+    there = client.range(Get(all_seats_span(prefix), keys_only=True)).kvs
+    assert len(there) == head.chunks, "the first round's seats are gone"
+    assert not any(one.key in seats_span(prefix, head.name) for one in there)

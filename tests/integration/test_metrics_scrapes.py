@@ -31,11 +31,10 @@ from ftcoord.core.layout import KEY_PREFIX, decided_key, run_prefix
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdError, ServerError
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.metrics import exporter
 from ftcoord.metrics.exporter import MetricsAddress, MetricsServer, serve_process
 from ftcoord.metrics.process import collect_process
-from ftcoord.operator import metrics as runs
-from ftcoord.operator.metrics import RunsCollector
+from ftcoord.operator import reading as runs
+from ftcoord.operator.reading import RunsCollector
 
 LONG = timedelta(seconds=DEADLINE)
 ANY_PORT = MetricsAddress("127.0.0.1", 0)
@@ -197,14 +196,13 @@ def test_a_scrape_that_fails_hurts_nobody(url: str, capfd: pytest.CaptureFixture
     assert scrape(url)["ftcoord_info"]
 
 
-def test_a_taken_port_is_an_error_of_a_server_and_one_line_of_a_process(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    port = int(url.rpartition(":")[2].partition("/")[0])
-    taken = MetricsAddress("127.0.0.1", port)
-    with pytest.raises(ServerError, match="choose another address"):
-        MetricsServer(taken, collect_process)
-    assert exporter._serve(taken) is None
+@pytest.mark.usefixtures("serves_no_metrics")
+def test_a_taken_port_is_an_error_of_a_server_and_one_line_of_a_process(caplog: pytest.LogCaptureFixture) -> None:
+    with MetricsServer(ANY_PORT, collect_process) as server:
+        taken = MetricsAddress("127.0.0.1", int(server.url.rpartition(":")[2].partition("/")[0]))
+        with pytest.raises(ServerError, match="choose another address"):
+            MetricsServer(taken, collect_process)
+        assert serve_process(taken) is None
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "this process serves no metrics, and goes on without"
     ]

@@ -22,7 +22,7 @@ from replicas import ReplicaProcess
 
 from ftcoord import cli
 from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix
-from ftcoord.core.rendezvous_records import NO_ROUND, WorkerFailure, encode, parse_round
+from ftcoord.core.rendezvous_records import NO_ROUND, WorkerFailure, encode, parse_decided
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Span
@@ -195,7 +195,7 @@ def test_only_a_yes_is_a_yes(
     done, _, told = run("close", job)
     kv = client.get(key).one
     assert kv is not None
-    assert (done, bool(parse_round(key, kv.value).closed)) == (code, code == 0)
+    assert (done, bool(parse_decided(key, kv.value).closed)) == (code, code == 0)
     assert "close 'asked" in told
     assert "\x1b" not in told
     client.delete(Span(key))

@@ -148,7 +148,7 @@ def test_a_replica_that_was_stopped_comes_back(make_job: MakeJob, client: EtcdCl
     agreed([process.quorum(at) for process, at in [(stopped, address), *others]])
     waiting = stopped.quorum(address, step=1) if asks else None
     stopped.stop()
-    eventually(lambda: len(keys_under(client, f"/ftcoord/v1{prefix}/quorum/members/")) == 2, "its lease is over")
+    eventually(lambda: len(keys_under(client, f"/ftcoord/v2{prefix}/quorum/members/")) == 2, "its lease is over")
     for step in (1, 2):
         last = agreed([process.quorum(at, step=step) for process, at in others])
     assert last == (2, ["b", "c"])

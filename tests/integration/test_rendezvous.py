@@ -67,7 +67,7 @@ def trouble(request: pytest.FixtureRequest) -> Trouble:
 
 def members(client: EtcdClient, run_id: str) -> int:
     """How many nodes take part or wait."""
-    return len(keys_under(client, f"/ftcoord/v1/{run_id}/members/"))
+    return len(keys_under(client, f"/ftcoord/v2/{run_id}/members/"))
 
 
 def test_trouble_while_nodes_wait(make_nodes: MakeNodes, fragile: EtcdServer, trouble: Trouble) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import string
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import builders
 import pytest
 from doors import Door
 from helpers import DEADLINE, eventually
+from portless import portless
 
 from ftcoord import EtcdServer
 from ftcoord.coordination import connection
@@ -25,6 +28,13 @@ from ftcoord.etcd.api import Etcd, Get, Span, TxnResult
 from ftcoord.etcd.client import EtcdClient
 
 REQUEST = builders.request("x")
+
+
+@pytest.fixture(autouse=True)
+def by_key() -> Iterator[None]:
+    """Replicas ask through etcd, where a test sees what they ask; tests/contract/test_ask_port.py has the other way."""
+    with portless():
+        yield
 
 
 @pytest.fixture
@@ -119,15 +129,15 @@ def test_a_request_that_is_too_large_is_refused_before_anything_is_written(
 
 
 def test_the_error_of_the_replica_that_decides_names_why_nothing_is_decided(client: EtcdClient, job: Job) -> None:
-    """All requests together are more than etcd takes, though each may be asked."""
-    count, gone = 26, threading.Event()
+    """All requests together are more than etcd takes, also compressed, though each may be asked."""
+    count, gone, dice = 40, threading.Event(), random.Random(1)
+    large = replace(REQUEST, store_address="".join(dice.choices(string.ascii_letters, k=LARGEST_REQUEST - 300)))
     all_of_them = replace(job, min_replicas=count)
     crew = [Replica(client, all_of_them, str(at), keeps_lease=True) for at in range(count)]
 
     def ask(replica: Replica, limit: float) -> str:
-        large = replace(REQUEST, replica_id=replica.replica_id, store_address="x" * (LARGEST_REQUEST - 300))
         with pytest.raises((TimeoutError, ServerError)) as caught:
-            replica.ask(large, time.monotonic() + limit, gone)
+            replica.ask(replace(large, replica_id=replica.replica_id), time.monotonic() + limit, gone)
         return str(caught.value)
 
     assert f"need min_replicas {count}" in ask(crew[-1], 5)  # the first to join decides

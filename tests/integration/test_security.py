@@ -31,16 +31,8 @@ from ftcoord.errors import ConfigError, EtcdAuthError, EtcdUnavailable
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.metrics import exporter
-from ftcoord.metrics.exporter import (
-    CONNECTION_TIMEOUT,
-    MOST_SCRAPERS,
-    MOST_THREADS,
-    MetricsAddress,
-    MetricsServer,
-    serving_tls,
-)
+from ftcoord.metrics.exporter import CONNECTION_TIMEOUT, MOST_SCRAPERS, MetricsAddress, MetricsServer, serving_tls
 from ftcoord.metrics.process import collect_process
-from ftcoord.operator.doctor import read_metrics
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2
@@ -167,7 +159,6 @@ def test_a_certificate_has_the_name_of_a_host_without_its_last_dot(
     config = EtcdConfig.load(url(secure, host="localhost."), env={}, **tls)
     with EtcdClient(config) as client:
         assert client.put(prefix, b"").succeeded
-    assert read_metrics(config.endpoints[0], config.tls, DEADLINE) is not None
 
 
 WANTED = "it wants a client certificate that it trusts: set FTCOORD_CERT and FTCOORD_KEY"
@@ -519,11 +510,20 @@ def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authori
         port = urlsplit(server.url).port
         for _ in range(MOST_SCRAPERS + 20):
             stack.enter_context(socket.create_connection((LOOPBACK, port), DEADLINE))
+
+        def is_served() -> bool:
+            """Not at first, perhaps: those that were ended for others must have noticed it."""
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(server.url, None, DEADLINE, context=context) as answer,
+            ):
+                return b"ftcoord_info" in answer.read()
+            return False
+
         for _ in range(2):
-            with urllib.request.urlopen(server.url, timeout=DEADLINE, context=context) as answer:
-                assert b"ftcoord_info" in answer.read()
+            eventually(is_served, "a scrape is served")
         served_by = [one for one in threading.enumerate() if one.name == "ftcoord-scrape"]
-        assert 0 < len(served_by) <= MOST_THREADS
+        assert 0 < len(served_by) <= MOST_SCRAPERS
         began = time.monotonic()
         server.close()
         assert time.monotonic() - began < CONNECTION_TIMEOUT / 3

@@ -121,16 +121,17 @@ def test_no_session_without_a_thread(etcd: EtcdServer, monkeypatch: pytest.Monke
             self.granted = super().grant(ttl, timeout=timeout)
             return self.granted
 
+    monkeypatch.setattr(Renewer, "of_process", Renewer)  # one whose thread does not run yet
     with Grants(EtcdConfig.load(etcd.get_endpoint(), env={}, request_timeout=DEADLINE)) as client:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", start)
             text = r"'ftcoord-leases' cannot be started: can't start new thread; raise the limit on threads \(ulimit -u"
             with pytest.raises(ThreadNotStarted, match=text) as raised:
-                Session(client, LONGER, renewer=Renewer())
+                Session(client, LONGER)
         assert isinstance(raised.value, RuntimeError), "as it is from Python"
         with pytest.raises(LeaseLost):
             client.renew(client.granted.id)
-        with Session(client, LONGER, renewer=Renewer()) as session:
+        with Session(client, LONGER) as session:
             assert session.state is CONNECTED
 
 

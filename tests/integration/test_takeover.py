@@ -13,7 +13,7 @@ import pytest
 from helpers import DEADLINE, eventually
 from natives import Natives
 from replicas import ReplicaProcess, Told, agreed, replica_processes
-from test_gateway import asked, job_of, members, process
+from test_gateway import asked, by_key, job_of, members, process  # noqa: F401
 
 from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer
 from ftcoord.embedded.server import EtcdServer

@@ -16,10 +16,9 @@ import warm
 from helpers import NEEDS_TORCHFT
 
 import ftcoord
-from ftcoord.core.layout import KEY_PREFIX, decided_key, quorum_prefix, roster_key
-from ftcoord.core.quorum_head import parse_quorum
+from ftcoord.core.layout import KEY_PREFIX, decided_key, quorum_prefix
+from ftcoord.core.quorum_records import parse_quorum
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
 
 logs_service_pb2: Any = pytest.importorskip("opentelemetry.proto.collector.logs.v1.logs_service_pb2")
@@ -82,9 +81,9 @@ def test_opentelemetry_hears_of_quorums_commits_and_errors_once_each(
         assert done.returncode == 0, done.stderr
         told = list(drained(received))
     head = decided_key(quorum_prefix(KEY_PREFIX, name))
-    heads = {key: client.range(Get(Span(key))).kvs for key in (head, roster_key(head))}
-    (decided,), (roster,) = heads.values()
-    quorum = parse_quorum(head, decided.value, roster.value)
+    decided = client.get(head).one
+    assert decided is not None
+    quorum = parse_quorum(head, decided.value)
     (seat,) = quorum.seats
     assert seat.request.replica_id.startswith("r:")  # torchft's Manager adds a UUID, and logs the name without it
     same = {"job_id": name, "replica_id": "r", "rank": 0, "quorum_id": quorum.id}

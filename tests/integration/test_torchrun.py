@@ -10,7 +10,7 @@ from urllib.parse import quote
 from helpers import eventually
 from jobs import Job
 
-from ftcoord.core.rendezvous_records import Round, parse_round
+from ftcoord.core.rendezvous_records import RoundHead, parse_decided
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.api import Get, KeyValue, Span
 
@@ -21,7 +21,7 @@ WAIT = threading.Event().wait
 def keys(server: EtcdServer, job: Job, below: str = "") -> tuple[KeyValue, ...]:
     """What a run has in etcd."""
     with server.get_client() as client:
-        return client.range(Get(Span(f"/ftcoord/v1/{quote(job.run_id, safe='')}/{below}", is_prefix=True))).kvs
+        return client.range(Get(Span(f"/ftcoord/v2/{quote(job.run_id, safe='')}/{below}", is_prefix=True))).kvs
 
 
 def remembered(server: EtcdServer, job: Job) -> tuple[KeyValue, ...]:
@@ -29,9 +29,9 @@ def remembered(server: EtcdServer, job: Job) -> tuple[KeyValue, ...]:
     return tuple(kv for kv in keys(server, job) if "/deaths/" not in kv.key)
 
 
-def decided(server: EtcdServer, job: Job) -> Round:
+def decided(server: EtcdServer, job: Job) -> RoundHead:
     (kv,) = keys(server, job, "decided")
-    return parse_round(kv.key, kv.value)
+    return parse_decided(kv.key, kv.value)
 
 
 def await_members(server: EtcdServer, job: Job, count: int) -> None:

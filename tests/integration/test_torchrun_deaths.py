@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import warm
+from below import descendants
 from helpers import DEADLINE, eventually, freeze
 from jobs import Job
 from test_torchrun import decided, keys
 from victims import runs
 
-from ftcoord.demo.run import descendants
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.primitives.orphans import GRACE
 from ftcoord.primitives.sentinel import PROGRAM

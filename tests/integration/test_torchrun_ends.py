@@ -82,7 +82,7 @@ def test_an_agent_that_is_told_to_stop_is_said_to_have_been(
         assert cli.main(["why", job.run_id, "--endpoints", etcd.get_endpoint(), "-o", "json"]) == 0
         why = json.loads(capsys.readouterr().out)
         assert (why["first"]["kind"], why["first"]["reason"]) == ("left", told)
-        assert "It was told to stop" in why["do"]
+        assert "It was asked to stop" in why["do"]
         job.agents["c"].signal(signal.SIGINT)
         job.round_of("a", kind="started", after=[first, second])
         assert f"(pid {job.agents['c'].pid}) was stopped by Ctrl-C (SIGINT)" in job.agents["a"].terminal(), job.story()

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import invariants
 import pytest
+from portless import portless
 
 
 @pytest.fixture(autouse=True)
 def decisions_are_checked() -> Iterator[None]:
     """Each decision, against the invariants."""
-    with invariants.checked():
+    with invariants.checked(), portless():
         yield

@@ -30,7 +30,7 @@ from virtual import MemoryEtcd, Scheduler
 from ftcoord import concurrency
 from ftcoord.core import timers as records
 from ftcoord.core.layout import KEY_PREFIX, decided_key, members_span, timers_key
-from ftcoord.core.rendezvous_records import ROLLS, AnyRound, WorkerFailure, parse_decided
+from ftcoord.core.rendezvous_records import RoundHead, WorkerFailure, parse_decided
 from ftcoord.core.timers import TimerInfo
 from ftcoord.etcd.api import Event, Get, Put
 from ftcoord.etcd.client import Namespace
@@ -197,7 +197,7 @@ class Node(Role):
         self.process = process
         handler = self.handler = handlers.EtcdRendezvousHandler(self._settings, Hold(process.client))  # type: ignore[arg-type]
         handler.host = process.name
-        handler._resources.node = nodes.Node(process.client, self._settings, process.name, process.name, ROLLS)
+        handler._resources.node = nodes.Node(process.client, self._settings, process.name, process.name)
         handler.prepare()
         try:
             self._run(handler)
@@ -332,7 +332,7 @@ class Job(World):
     def __init__(self, scheduler: Scheduler, etcd: MemoryEtcd, plan: Plan) -> None:
         super().__init__(scheduler, etcd, plan, Trace(["operator", "etcd"]))
         self.nodes: list[Node] = []
-        self.records: list[AnyRound] = []
+        self.records: list[RoundHead] = []
         """All that were decided."""
 
     def _committed(self, events: list[Event]) -> None:

@@ -231,7 +231,7 @@ def leases_in(book: LeaseBook, *members: str) -> list[int | None]:
 @simulated
 def test_leases_are_asked_once_for_all_who_look(world: World) -> None:
     clerk = Clerk()
-    book = LeaseBook(clerk)
+    book = LeaseBook(clerk.time_left)
     for _ in range(3):
         assert leases_in(book, "0", "a") == [None, 7]
     assert clerk.asked == [0, 10]
@@ -255,7 +255,7 @@ class AwayClerk:
 @simulated
 def test_nobody_waits_for_the_leases_of_others_while_etcd_is_away(world: World) -> None:
     clerk, taken = AwayClerk(), concurrency.inbox()
-    book, began = LeaseBook(clerk), concurrency.now()
+    book, began = LeaseBook(clerk.time_left), concurrency.now()
 
     def ask(member: str) -> None:
         assert leases_in(book, member, "ff") == [None, None]

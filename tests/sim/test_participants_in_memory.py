@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import builders
-from virtual import MemoryClient, flaky
-from worlds import World, simulated
+import pytest
+from virtual import Call, Fate, MemoryClient, flaky
+from worlds import World, play, simulated
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.layout import members_span
+from ftcoord.core.layout import KEY_PREFIX, OLDER_KEY_PREFIX, member_key, members_span
 from ftcoord.core.quorum import QuorumRecord
 from ftcoord.errors import ClientClosed, EtcdError, StateError
-from ftcoord.etcd.api import Get
+from ftcoord.etcd.api import Get, Put
 
 JOB = Job("etcd", "", "job", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=5000)
 LEASE_TTL = 5
@@ -189,3 +190,22 @@ def test_survivors_whose_beats_come_from_another_client_get_their_quorum(world: 
     end(world, [dies])
     world.until(lambda: all(one.told for one in survivors), "the survivors have their quorum", 3.5)
     end(world, [*survivors, *beats])
+
+
+@pytest.mark.parametrize("may_read", [True, False])
+def test_members_of_an_older_release_are_named_once(may_read: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Also a user who may not read there takes part."""
+    older = member_key(JOB.prefix.replace(KEY_PREFIX, OLDER_KEY_PREFIX), "0123456789abcdef")
+
+    def refused(call: Call) -> Fate:
+        is_there = isinstance(call.asked, Get) and call.asked.span.start.startswith(OLDER_KEY_PREFIX)
+        return Fate(refused=is_there and not may_read)
+
+    def run(world: World) -> None:
+        world.observer.txn((), [Put(older, b"{}")])
+        trainer = Trainer(world, "replica0", world.etcd.client(refused))
+        world.until(lambda: len(trainer.told) > 2, "three quorums")
+        end(world, [trainer])
+
+    play(run, 0)
+    assert [older in one.message for one in caplog.records if "older release" in one.message] == [True] * may_read

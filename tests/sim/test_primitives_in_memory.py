@@ -220,9 +220,8 @@ def test_a_sentinel_stands_by_while_etcd_revokes_the_lease(world: World) -> None
 def test_what_etcd_has_no_space_for_and_writes_all_the_same_is_written(world: World) -> None:
     world.observer.put("/beside", b"")
     world.etcd.set_no_space(True, let_in=1)
-    outcome = write_once(
-        world.observer, Put("/key", b"1"), None, before=[Get(Span("/beside"))], reads=[Get(Span("/", is_prefix=True))]
-    )
+    reads = Get(Span("/beside")), Get(Span("/", is_prefix=True))
+    outcome = write_once(world.observer, Put("/key", b"1"), None, reads=reads)
     beside, below = outcome.reads
     assert (outcome.done, outcome.kv) == (True, world.observer.get("/key").one)
     assert [kv.key for kv in (*beside.kvs, *below.kvs)] == ["/beside", "/beside", "/key"]

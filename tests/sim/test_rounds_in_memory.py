@@ -1,4 +1,4 @@
-"""Rounds whose nodes lose their leases or read late. Every other seed's rolls lie in chunks of two seats.
+"""Rounds whose nodes lose their leases or read late. Two seats fill a chunk.
 
 Each node is a loop in a process of its own, as agents are. What all of them are told is checked against the invariants
 of docs/protocol.md, whatever the seed did to them.
@@ -6,11 +6,12 @@ of docs/protocol.md, whatever the seed did to them.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+import pytest
 from helpers import rdzv_settings
 from test_participants_in_memory import LEASE_TTL, Machine, end
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
@@ -18,28 +19,33 @@ from virtual import DELIVERED, Call, Fate, MemoryClient, flaky
 from worlds import World, simulated
 
 from ftcoord import concurrency
+from ftcoord.core import rendezvous_records
 from ftcoord.core.death_records import Death, encode
 from ftcoord.core.layout import (
+    all_seats_span,
     death_key,
     decided_key,
     decider_key,
     member_id,
     member_of,
     members_span,
-    roll_span,
-    rolls_span,
+    seats_span,
 )
 from ftcoord.core.office import parse_office
-from ftcoord.core.rendezvous_records import ROLLS, RollSizes, RoundHead, parse_decided
+from ftcoord.core.rendezvous_records import Round, RoundHead, Seat, chunks_for, encode_seats, parse_decided
+from ftcoord.core.rendezvous_records import encode as encode_head
 from ftcoord.core.round_situation import RETURN_FACTOR
 from ftcoord.etcd.api import Delete, Get, Put
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.run_record import RunRecord
 
-IN_TWOS: Final = RollSizes(inline=0, chunk=2)
-"""Each roll lies beside its head, two seats to a chunk."""
-PREFIX: Final = "/ftcoord/v1/run"
+PREFIX: Final = "/ftcoord/v2/run"
 DECIDED: Final = decided_key(PREFIX)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_records, "CHUNK", 2)
 
 
 class Started(NamedTuple):
@@ -50,7 +56,7 @@ class Started(NamedTuple):
     size: int
     address: str
     port: int
-    roll: str
+    name: str
 
 
 class Agent(Machine):
@@ -62,7 +68,6 @@ class Agent(Machine):
         name: str,
         client: MemoryClient,
         nnodes: tuple[int, int],
-        rolls: RollSizes | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(world, name, client)
@@ -71,7 +76,6 @@ class Agent(Machine):
         self.node: Node | None = None
         self.worker_fails = concurrency.event()
         self.looks_every = 0.1
-        self._rolls = rolls or (IN_TWOS if world.seed % 2 else ROLLS)
         self.settings = rdzv_settings(
             nnodes, **{"last_call_timeout": 2.0, "lease_ttl": LEASE_TTL, "close_timeout": 1.0, **settings}
         )
@@ -79,7 +83,7 @@ class Agent(Machine):
         self.begin(self._work)
 
     def _work(self) -> None:
-        node = self.node = Node(self.client, self.settings, self.name, self.name, self._rolls)
+        node = self.node = Node(self.client, self.settings, self.name, self.name)
         while not self.stop.is_set():
             self._port += 1
             try:
@@ -96,7 +100,7 @@ class Agent(Machine):
                 assert found.ready
                 assert rank is not None
                 assert rank != 0 or found.port == self._port, "the others find nobody at that port"
-                self.rounds.append(Started(found.number, rank, found.size, found.address, found.port, found.roll))
+                self.rounds.append(Started(found.number, rank, found.size, found.address, found.port, found.name))
                 self.worker_fails.clear()
                 while not (self.stop.wait(self.looks_every) or node.waiting()[0] or self.worker_fails.is_set()):
                     pass
@@ -124,14 +128,12 @@ class Agent(Machine):
         return parse_office(office.key, office.value).member == member_id(self.lease())
 
 
-def agents(
-    world: World, count: int, nnodes: tuple[int, int], rolls: RollSizes | None = None, *, wild: bool = False
-) -> list[Agent]:
+def agents(world: World, count: int, nnodes: tuple[int, int], *, wild: bool = False) -> list[Agent]:
     made = []
     for number in range(count):
         chances = {"lost_requests": 0.03, "lost_answers": 0.03, "late": 0.02, "delay": 0.01} if wild else {}
         fate = flaky(100 * world.seed + number, **chances)
-        made.append(Agent(world, f"node{number}", world.etcd.client(fate), nnodes, rolls))
+        made.append(Agent(world, f"node{number}", world.etcd.client(fate), nnodes))
     return made
 
 
@@ -167,9 +169,7 @@ def check_rounds(agents: Iterable[Agent]) -> None:
 def head(world: World) -> RoundHead:
     """The decided head."""
     (kv,) = world.observer.get(DECIDED).kvs
-    record = parse_decided(kv.key, kv.value)
-    assert isinstance(record, RoundHead)
-    return record
+    return parse_decided(kv.key, kv.value)
 
 
 @simulated
@@ -246,17 +246,17 @@ def test_a_host_that_is_lost_long_after_all_came_back_is_noticed_when_its_lease_
     check_rounds(group)
 
 
-# -- rolls in chunks --------------------------------------------------------------------------------------------------
+# -- seats in chunks --------------------------------------------------------------------------------------------------
 
 
 def reads_chunk(call: Call) -> bool:
     """Whether a member looks for its seat."""
-    rolls = rolls_span(PREFIX).start
-    return isinstance(call.asked, Get) and not call.asked.span.is_prefix and call.asked.span.start.startswith(rolls)
+    is_one = isinstance(call.asked, Get) and not call.asked.span.is_prefix
+    return is_one and call.asked.span.start.startswith(all_seats_span(PREFIX).start)
 
 
 @simulated
-def test_a_member_that_reads_late_finds_its_roll_gone_and_joins_the_next_round(world: World) -> None:
+def test_a_member_that_reads_late_finds_its_seat_gone_and_joins_the_next_round(world: World) -> None:
     late: list[float] = []
 
     def slow(call: Call) -> Fate:
@@ -266,9 +266,9 @@ def test_a_member_that_reads_late_finds_its_roll_gone_and_joins_the_next_round(w
             return Fate(arrives=1.4)  # less than the time-out of a call
         return DELIVERED
 
-    others = agents(world, 1, (1, 3), IN_TWOS)
+    others = agents(world, 1, (1, 3))
     work_together(world, others)
-    reader = Agent(world, "reader", world.etcd.client(slow), (1, 3), IN_TWOS)
+    reader = Agent(world, "reader", world.etcd.client(slow), (1, 3))
     world.until(lambda: bool(late), "it reads")
     number = head(world).number
     run = Settler(world)
@@ -287,25 +287,20 @@ class Settler:
         self._world = world
 
     def replace_round(self) -> None:
-        """The same head under the next number, recalled; its roll is that of nobody, and the old one is deleted."""
+        """The same head under the next number, recalled; its seat is a stranger's, and the old seats are deleted."""
         (kv,) = self._world.observer.get(DECIDED).kvs
-        raw = json.loads(kv.value)
-        raw |= {"number": raw["number"] + 1, "roll": "nobody", "chunks": 1, "recalled": "so", "ready": False, "by": "x"}
-        chunk = {"v": 4, "members": [], "nodes": [], "hosts": [], "ranks": [], "away": [], "rounds": []}
-        raw["size"] = 1
-        chunk |= {"members": ["00"], "nodes": ["00"], "hosts": ["00"], "ranks": [0]}
-        key = f"{roll_span(PREFIX, 'nobody').start}0"
-        ops = [
-            Delete(roll_span(PREFIX, json.loads(kv.value)["roll"])),
-            Put(DECIDED, json.dumps(raw).encode(), kv.lease),
-            Put(key, json.dumps(chunk).encode(), kv.lease),
-        ]
-        self._world.observer.txn((), ops)
+        last = parse_decided(kv.key, kv.value)
+        seats = (Seat("00", "00", "00"),)
+        new = replace(last, number=last.number + 1, size=1, chunks=chunks_for(1), recalled="so", ready=False, by="x")
+        puts = [Put(key, value, kv.lease) for key, value in encode_seats(PREFIX, Round.of(new, seats))]
+        self._world.observer.txn(
+            (), [Delete(seats_span(PREFIX, last.name)), Put(DECIDED, encode_head(new), kv.lease), *puts]
+        )
 
 
 @simulated
-def test_a_run_with_rolls_is_closed_by_those_that_have_a_seat(world: World) -> None:
-    group = agents(world, 3, (2, 2), IN_TWOS)
+def test_a_run_is_closed_by_those_that_have_a_seat(world: World) -> None:
+    group = agents(world, 3, (2, 2))
     world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
     spare = next(agent for agent in group if not agent.rounds)
     seated = [agent for agent in group if agent is not spare]

@@ -15,11 +15,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from simulator.found import FOUND
 from simulator.history import play
 from simulator.mutants import MUTANTS, Mutant, caught_by, planted
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
-from simulator.quorum_rules import KeptOut, Last, Member, as_read, may_decide
+from simulator.quorum_rules import KeptOut, Last, Member
 from simulator.shrinking import shrink
 from simulator.stubs import CONFIG, SentinelStub
 from simulator.timer_rules import LATE_RELEASE, TimersHeld
@@ -49,12 +48,6 @@ def test_whole_jobs_under_faults(profile: str) -> None:
         assert not report.failed, f"seed {seed} of {profile!r}: {report.problem}\n{report.trace.text(60)}"
 
 
-@pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND)
-def test_seeds_that_found_something(plan: Plan) -> None:
-    report = play(plan)
-    assert not report.failed, f"{report.problem}\n{report.trace.text(60)}"
-
-
 def test_a_seed_has_one_trace_in_every_interpreter() -> None:
     """Whatever the hashes of texts are, and whatever was played before."""
     seeds = [1, 2, 3, 15]  # of four profiles, timers and votes among them
@@ -74,7 +67,7 @@ def test_a_planted_fault_is_detected(mutant: Mutant) -> None:
 
 
 def test_an_error_that_no_oracle_raises_is_not_taken_for_a_find() -> None:
-    broken = Mutant("raises", "ftcoord.store.store", "stored(wanted)) if", "nothing(wanted)) if", ("stores",))
+    broken = Mutant("raises", "ftcoord.store", "stored(wanted)) if", "nothing(wanted)) if", ("stores",))
     with planted(broken):
         report = play(plan_of(0, "stores"))
     assert report.failed
@@ -164,14 +157,14 @@ def test_a_worker_is_killed_only_for_what_was_late() -> None:
 
 def test_the_time_for_which_shrink_only_keeps_replicas_out_is_counted() -> None:
     def member(name: str, asked: int, *, shrinks: bool = False) -> Member:
-        return Member(name, name, asked, "", shrinks, 0.0, 1, 2, 2)
+        return Member(name, name, asked, shrinks, 0.0, 1, 2, 2)
 
     def quorum(**answered: int) -> Last:
-        return Last(frozenset(answered), frozenset(), answered, 0.0)
+        return Last(frozenset(answered), answered, 0.0)
 
     a, b, c = member("a", 2), member("b", 1), member("c", 1, shrinks=True)
     kept = KeptOut()
-    kept.see([a, c], Last(frozenset(), frozenset(), {}, 0.0), 1.0)  # no quorum yet: all may be in
+    kept.see([a, c], Last(frozenset(), {}, 0.0), 1.0)  # no quorum yet: all may be in
     kept.see([a, b], quorum(a=1), 2.0)
     assert kept.seconds(3.0) == 0.0
     kept.see([a, b, c], quorum(a=1), 3.0)  # one that is itself kept out
@@ -184,16 +177,6 @@ def test_the_time_for_which_shrink_only_keeps_replicas_out_is_counted() -> None:
     assert kept.seconds(20.0) == 4.5
 
 
-def test_a_decider_may_have_read_some_requests_when_an_earlier_quorum_had_their_profiles() -> None:
-    a, b, c = (Member(name, name, 1, f"profile of {name}", False, 0.0, 1, 2, 2) for name in "abc")
-    last = Last(frozenset("a"), frozenset({a.profile}), {}, 0.0)
-    profiles = {a.profile, b.profile}
-    allowed = {may_decide([a, b, c], one, 1, 1.0, 9.0) for one in as_read(last, [a, b, c], profiles)}
-    assert allowed == {frozenset("a"), frozenset("ab")}
-    allowed = {may_decide([a, b, c], one, 1, 1.0, 9.0) for one in as_read(last, [a, b, c], {*profiles, c.profile})}
-    assert allowed == {frozenset("a"), frozenset("ab"), frozenset("ac"), frozenset("abc")}
-
-
 def test_a_plan_is_kept_as_text() -> None:
     plan = plan_of(7, "whole jobs")
     assert Plan.loaded(json.loads(json.dumps(plan.dumped()))) == plan
@@ -201,8 +184,8 @@ def test_a_plan_is_kept_as_text() -> None:
 
 def test_a_failure_is_shrunk_to_what_it_needs() -> None:
     with planted(next(one for one in MUTANTS if one.name == "a recall is not noticed")):
-        report = play(plan_of(7, "rounds"))
-        assert report.failed
+        reports = (play(plan_of(seed, "rounds")) for seed in range(300))
+        report = next(one for one in reports if one.failed and len(one.plan.faults) > 5)
         least = shrink(report)
     assert least.oracle == report.oracle
     assert len(least.plan.faults) < len(report.plan.faults) / 2

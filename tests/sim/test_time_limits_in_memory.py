@@ -13,7 +13,7 @@ from worlds import World, play, simulated
 from ftcoord import concurrency
 from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.rendezvous_records import AnyRound, Round
+from ftcoord.core.rendezvous_records import RoundHead
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, TimeLimit
@@ -98,8 +98,7 @@ def test_a_replica_leaves_in_the_time_that_it_was_given(world: World) -> None:
 def test_a_run_is_closed_in_time_or_not_at_all(world: World) -> None:
     """Its record is read, a lease is granted, and the record is written: each in time by itself, but not together."""
 
-    def ends(now: AnyRound) -> RecordChange:
-        assert isinstance(now, Round)
+    def ends(now: RoundHead) -> RecordChange:
         return RecordChange(now, ())
 
     client = world.etcd.client(lambda _call: Fate(answers=0.8 * TIMEOUT))

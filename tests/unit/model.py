@@ -8,7 +8,7 @@ later round is the same state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
@@ -24,9 +24,11 @@ from ftcoord.core.round_situation import RETURN_FACTOR, RoundCandidate, RoundOpt
 from ftcoord.core.verdict import Publish, Verdict
 
 NOW: Final = 0.0
+NONE_YET: Final = Round.of(NO_ROUND)
+"""The record of a run that had no round yet."""
 
 
-def with_idle_times(view: RoundSituation, time: float = NOW, blind: Set[str] = frozenset()) -> RoundSituation:
+def with_idle_times(view: RoundSituation, time: float = NOW) -> RoundSituation:
     """The same situation, with this one for every time that counts for nothing.
 
     That is so until what the time belongs to happens again, which sets it anew:
@@ -34,24 +36,21 @@ def with_idle_times(view: RoundSituation, time: float = NOW, blind: Set[str] = f
         counts again once the member writes;
       - `changed_at` while nobody of the last round asks again: whoever does changes it;
       - `previous_at` while a round runs, and where there is none: the next record changes it;
-      - all of them once the run is closed. None here asks to go on from it. So only a vanished record opens it again,
-        and only for members that never saw it, which are `blind`.
+      - all of them once the run is closed. None here asks to go on from it.
     """
-    last = view.previous or NO_ROUND
+    last = view.previous or NONE_YET
     if last.closed:
-        seen = [member if member.id in blind else _seen_at(member, time) for member in view.members]
-        return _with(view, seen, time, time)
+        return _with(view, [_seen_at(member, time) for member in view.members], time, time)
     taking = bool(last.seats) and not (last.ready or last.recalled)
-    is_lost = any(member.ask.seated > last.number for member in view.members)
     members: list[RoundCandidate] = []
     is_back = False
     for member in view.members:
         if _asks(member, last):
             is_back = is_back or member.ask.node in last.nodes
-        elif not (is_lost or member.ask.holds or (taking and member.id in last.ranks)):
+        elif not (member.ask.holds or (taking and member.id in last.ranks)):
             member = _seen_at(member, time)
         members.append(member)
-    stands = taking or bool(last.recalled)  # a round that etcd has lost is recalled too, without seats
+    stands = taking or bool(last.recalled)
     return _with(view, members, view.changed_at if is_back else time, view.previous_at if stands else time)
 
 
@@ -115,13 +114,11 @@ class State(NamedTuple):
     Args:
         running: the members that were given a seat since they last asked: they ask for nothing. They run workers once
             the round is ready, for which each must have taken its seat.
-        blind: the members that joined since the record vanished, so never saw it.
         pending: only where deciders race.
     """
 
     view: RoundSituation
     running: frozenset[str] = frozenset()
-    blind: frozenset[str] = frozenset()
     pending: tuple[Pending, ...] = ()
 
 
@@ -159,7 +156,7 @@ def check(view: RoundSituation, running: frozenset[str], limits: tuple[int, int]
         return
     old, new = view.previous, verdict.record
     check_round(view, new)
-    require("a closed run stays closed", not (old and old.closed) or (view.vanished and new.closed == old.closed))
+    require("a closed run stays closed", not (old and old.closed))
     if old and new.number == old.number and new.ready and not old.ready:
         _check_ready(view, old, new)
     elif old and new.number == old.number:
@@ -179,9 +176,9 @@ def _check_recall(
 ) -> None:
     at_work = running.intersection(participants(view))
     require("a recall says why", bool(new.recalled))
-    require("a round is recalled once", view.vanished or not old.recalled)
+    require("a round is recalled once", not old.recalled)
     late = not old.ready and view.previous_at <= -SEATS
-    require("L2 a surplus node recalls nothing", view.vanished or late or len(at_work) < limits[1])
+    require("L2 a surplus node recalls nothing", late or len(at_work) < limits[1])
 
 
 def _check_round(
@@ -213,7 +210,6 @@ class World:
         nodes: how many, at most.
         deciders: 1, or 2 that race: each publishes some time after it decided, guarded by the record's revision.
         guarded: whether that guard is there.
-        vanishing: whether the record may vanish from etcd.
         hanging: whether to ask of every state also what becomes of the others when one participant never comes back.
     """
 
@@ -222,7 +218,6 @@ class World:
     nodes: int = 3
     deciders: int = 1
     guarded: bool = True
-    vanishing: bool = False
     hanging: bool = True
     decide: Decide = rendezvous.decide
     _records: dict[Round, Round] = field(default_factory=dict)
@@ -249,7 +244,7 @@ class World:
         """A decision on its way was made on times that count then: until it has arrived, none is dropped."""
         if state.pending:
             return state
-        view = with_idle_times(state.view, blind=state.blind)
+        view = with_idle_times(state.view)
         return state if view is state.view else state._replace(view=view)
 
     def _all_events(self, state: State) -> Iterator[Step]:
@@ -264,9 +259,7 @@ class World:
                 yield f"{member.id} takes its seat", _canonical(self._take_seat(state, member.id))
         yield from self._joins(state)
         if view.previous is None or not view.previous.closed:
-            yield "closed", self._written(state, replace(self._record(state) or NO_ROUND, closed="closed"))
-        if self.vanishing and view.previous and view.members and not view.vanished:
-            yield "the record vanishes", _canonical(state._replace(view=replace(view, vanished=True)))
+            yield "closed", self._written(state, replace(view.previous or NONE_YET, closed="closed"))
         if self.deciders == 1:
             if view.members and (after := self._decided(state)) is not None:
                 yield "decided", after
@@ -289,9 +282,8 @@ class World:
             member = next(name for i in range(9) if (name := f"{node}{i}") not in text)
             for after in known:
                 joined = RoundCandidate(member, self._new_ask(node, after, text), 0.0)
-                blind = state.blind | {member} if view.vanished else state.blind
                 there = replace(view, members=(*view.members, joined), changed_at=0.0)
-                yield f"{member} joins after round {after}", _canonical(state._replace(view=there, blind=blind))
+                yield f"{member} joins after round {after}", _canonical(state._replace(view=there))
 
     def _lose(self, state: State, member: str) -> State:
         view = state.view
@@ -299,13 +291,10 @@ class World:
         after = State(
             replace(view, members=left, changed_at=0.0),
             state.running - {member},
-            state.blind - {member},
             tuple(p for p in state.pending if p.decider != member),
         )
         if left and view.members[0].id == member:
             after = _restart_timers(after, view.previous_at)
-        if view.vanished and state.blind.issuperset(live(after.view)):
-            after = after._replace(view=replace(after.view, previous=None, vanished=False), blind=frozenset())
         return _canonical(after)
 
     def _ask(self, state: State, member: str) -> State:
@@ -328,7 +317,7 @@ class World:
     def _untaken(self, state: State) -> list[str]:
         """The members with a seat in a round that is to start, who have not yet said that they take it."""
         view, last = state.view, state.view.previous
-        if last is None or last.ready or last.recalled or last.closed or view.vanished:
+        if last is None or last.ready or last.recalled or last.closed:
             return []
         there = [m for m in view.members if m.id in state.running and last.rank_of(m.id) is not None]
         return [member.id for member in there if member.ask.seated != last.number or member.seen <= -FRESH]
@@ -341,9 +330,6 @@ class World:
             RoundCandidate(m.id, replace(m.ask, seated=number), 0.0) if m.id == member else m for m in view.members
         )
         return state._replace(view=replace(view, members=members, changed_at=0.0))
-
-    def _record(self, state: State) -> Round | None:
-        return None if state.view.vanished else state.view.previous
 
     def _decided(self, state: State) -> State | None:
         verdict = self._verdict(state)
@@ -371,8 +357,8 @@ class World:
         plain = replace(record, recalled=record.recalled and "recalled", waiting=0, before="")
         plain = self._records.setdefault(plain, plain)  # one object for one record computes once who sits where
         pending = tuple(p._replace(fresh=False) for p in state.pending if not self.guarded)
-        view = replace(view, previous=plain, previous_at=0.0, vanished=False)
-        return _canonical(State(view, took, frozenset(), pending))
+        view = replace(view, previous=plain, previous_at=0.0)
+        return _canonical(State(view, took, pending))
 
     def _race(self, state: State) -> Iterator[Step]:
         for member in live(state.view)[: self.deciders]:
@@ -412,7 +398,7 @@ class World:
         if others < self.limits[0] or (last and last.closed):
             return
         at_work = end.running.intersection(participants(view))
-        require("L1 a round runs", last is not None and last.ready and not last.recalled and not view.vanished)
+        require("L1 a round runs", last is not None and last.ready and not last.recalled)
         require("L1 nobody is left out", len(at_work) >= min(self.limits[1], others))
         # Who hangs may first have to miss its seat, and then the recall.
         require("L1 within the last call", elapsed <= (LAST_CALL if hung is None else LAST_CALL + RETURN))
@@ -436,7 +422,7 @@ class World:
 
     def _next_calm(self, state: State, hung: str | None) -> tuple[float, State] | None:
         view = state.view
-        if not view.members or (view.previous and view.previous.closed and not view.vanished):
+        if not view.members or (view.previous and view.previous.closed):
             return None
         stay = participants(view) if view.previous and not view.previous.recalled else []
         for member in live(view):

@@ -20,7 +20,7 @@ def test_all_of_it() -> None:
     assert job == Job("etcds", "h1:2379,h2:3000", "team/job 7", 3, 10, 1500, 1)
     assert (job.options.min_replicas, job.options.join_timeout) == (3, 0.01)
     assert (job.heartbeat_timeout, job.silent_after) == (3.0, 1.5), "leases cannot do less"
-    assert job.prefix == "/ftcoord/v1/team%2Fjob%207/quorum"
+    assert job.prefix == "/ftcoord/v2/team%2Fjob%207/quorum"
     config = job.config({})
     assert config.tls is not None
     assert [(endpoint.host, endpoint.port) for endpoint in config.endpoints] == [("h1", 2379), ("h2", 3000)]

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from virtual import Scheduler
 
 from ftcoord.config import EtcdConfig
-from ftcoord.core.rendezvous_records import HeardRound, RollChunk, Round, Seat, head_of
+from ftcoord.core.rendezvous_records import Chunk, KnownRound, Round, Seat
 from ftcoord.errors import ConfigError
 from ftcoord.etcd import addresses
 from ftcoord.rendezvous import bootstrap
@@ -142,7 +142,6 @@ def test_an_address_that_other_hosts_cannot_reach_is_told_with_the_node_to_start
 def test_of_a_large_round_some_hosts_are_known(network: Any, other: str, is_told: bool) -> None:
     network(DEBIAN, {})
     round_ = a_round("127.0.0.1", "hosta", "hosta")
-    chunk = RollChunk(("m1",), ("n1",), (f"{other} (pid 1)",), (1,))
-    heard = HeardRound.of(head_of(round_, "roll", 1, "m0"), chunk, 0)
-    told = address_trouble(heard, "hosta (pid 0)", "127.0.0.1")
+    known = KnownRound.of(round_, Chunk((1,), (Seat("m1", "n1", f"{other} (pid 1)"),)), 0)
+    told = address_trouble(known, "hosta (pid 0)", "127.0.0.1")
     assert ("start rank 0's node with --local-addr=" in told) == is_told

@@ -22,8 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcoord import cli
-from ftcoord.commands.flags import ETCD_FLAGS, who
-from ftcoord.commands.output import WIDEST, Terminal, to_json, to_line, to_yaml
+from ftcoord.commands.shared import ETCD_FLAGS, WIDEST, Terminal, to_json, to_line, to_yaml, who
 from ftcoord.config import EtcdConfig
 from ftcoord.escaping import neutral
 from ftcoord.operator import report
@@ -106,12 +105,6 @@ def test_colours_are_for_terminals(
     assert ("\x1b[32mrunning\x1b[0m" in screen.getvalue()) == coloured
 
 
-def test_whoever_is_to_leave_has_a_colour_of_its_own() -> None:
-    terminal = Terminal("table", "always", io.StringIO())
-    others = ("running", "waiting", "away")
-    assert terminal.word("draining").partition("draining")[0] not in ["", *(terminal.word(one)[:5] for one in others)]
-
-
 def test_json_has_no_colours() -> None:
     screen = Tty()
     Terminal("json", "always", screen).show(Examination(FORMAT, True, (Finding("ok", "a", "b"),)), ["not this"])
@@ -167,36 +160,10 @@ def test_each_command_and_flag_is_described_with_its_variable(command: str) -> N
         assert re.search(rf"^- `{flag.name}`[^:]*, `{flag.variable}`: ", page, re.MULTILINE), flag.name
 
 
-@pytest.mark.parametrize("command", parsers())
-def test_each_commands_help_says_what_it_does(command: str) -> None:
-    assert re.fullmatch(r"[A-Z].*\.", parsers()[command].description or "")
-
-
-def test_the_help_has_the_exit_codes_of_the_page() -> None:
-    table = PAGE.read_text(encoding="utf-8").partition("## Exit codes\n")[2].partition("\n## ")[0]
-    assert re.findall(r"\b\d+ (?=[a-z])", cli.EXIT_CODES) == [
-        f"{code} " for code in re.findall(r"^\| (\d+) \|", table, re.M)
-    ]
-    assert cli._parser().epilog == cli.EXIT_CODES
-
-
 def test_the_help_shows_etcds_defaults() -> None:
     config = EtcdConfig.load(env={})
     shown = {flag.dest: flag.default for flag in ETCD_FLAGS if flag.default is not None}
     assert shown == {"endpoints": config.endpoints[0].target, "request_timeout": config.request_timeout}
-
-
-def test_the_flags_about_etcd_are_what_the_variables_are_about() -> None:
-    assert {flag.variable for flag in ETCD_FLAGS} == {
-        f"FTCOORD_{name}" for name in ("ENDPOINTS", "CA_CERT", "CERT", "KEY", "SERVER_NAME", "USER", "REQUEST_TIMEOUT")
-    }
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_shells_complete_all_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert all(command in script for command in parsers())
 
 
 def test_bash_completes_a_command() -> None:

@@ -7,14 +7,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
+import builders
 import pytest
 from doors import Door
 from held import TIMER, expired_kv, timers_kv
 from virtual import MemoryEtcd
 from virtual.etcd import MemoryClient
 
-from ftcoord.commands.output import Terminal
-from ftcoord.commands.status_watch_history_why import show_change
+from ftcoord.commands.ls_status_watch_history_why_doctor import show_change
+from ftcoord.commands.shared import Terminal
 from ftcoord.core.layout import KEY_PREFIX, decided_key, member_id, member_key, run_prefix, timers_span
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Seat, encode
 from ftcoord.errors import EtcdUnavailable
@@ -162,8 +163,9 @@ def test_a_line_names_the_timer_that_expired(table: Screen) -> None:
 def test_a_line_names_who_is_to_leave(table: Screen) -> None:
     lease = table.client.grant(60).id
     seats = (Seat(member_id(lease), "n", "host7"),)
-    record = replace(NO_ROUND, number=1, seats=seats, drained=("n",), min_nodes=1, max_nodes=2)
-    table.client.put(decided_key(RUN), encode(record))
+    record = builders.round_(1, seats, drained=("n",), limits=(1, 2))
+    for key, value in builders.round_keys(RUN, record).items():
+        table.client.put(key, value)
     ask = JoinRequest("n", "10.0.0.1", 5, 0, "host7", "n", 1, 2, seated=1)
     table.client.put(member_key(RUN, member_id(lease)), encode(ask), lease)
     now = table.watch.take(read_job(table.client, KEY_PREFIX, "job"))

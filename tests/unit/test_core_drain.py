@@ -10,7 +10,7 @@ import pytest
 from invariants import InvariantBroken, check_round
 
 from ftcoord.core.rendezvous import DRAINED_KEPT, call_back, decide, drain, outlook, why_not_drained
-from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead, Seat, head_of
+from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead, Seat, encode, parse_decided
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Next, Publish, Standing, Wait
 
@@ -38,6 +38,11 @@ def candidates(*asks: JoinRequest) -> list[RoundCandidate]:
 def a_round(nodes: str, *, ready: bool = True, recalled: str = "") -> Round:
     seats = tuple(Seat(node, node, f"host{node}") for node in nodes)
     return builders.round_(1, seats, address="A.example", port=1000, ready=ready, recalled=recalled, limits=(2, 3))
+
+
+def head_of(round_: Round) -> RoundHead:
+    """What a node knows before it has read its chunk."""
+    return parse_decided("/run/decided", encode(round_))
 
 
 def situation(members: Sequence[JoinRequest], previous: Round) -> RoundSituation:
@@ -118,8 +123,7 @@ def test_one_that_others_have_started_with_starts_first() -> None:
     """They would wait for it in the round's store."""
     now = drained(a_round("ABC"), ask("B", seated=1))
     assert outlook(now, "B", ask("B", seated=1)).standing is Standing.ANSWERED
-    head = replace(head_of(now, "1-A-0", 1, "A"), drained=("B",))
-    assert outlook(head, "B", ask("B", seated=1)).next is Next.READ
+    assert outlook(head_of(now), "B", ask("B", seated=1)).next is Next.READ
 
 
 def test_a_seat_that_nobody_knew_of_is_recalled_by_the_decider() -> None:
@@ -167,7 +171,7 @@ def test_whoever_cannot_be_drained_is_told_why(now: Round, seated: int, why: str
 def test_of_a_large_round_its_own_word_says_whether_it_has_a_seat(
     ready: bool, asks: JoinRequest, recalled: str
 ) -> None:
-    head = head_of(a_round("ABC", ready=ready), "1-A-0", 1, "A")
+    head = head_of(a_round("ABC", ready=ready))
     found = drain(head, [asks], WHY)
     assert isinstance(found, RoundHead)
     assert (found.recalled, found.drained) == (recalled, ("B",))

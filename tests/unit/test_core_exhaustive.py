@@ -37,11 +37,6 @@ def test_three_nodes(min_nodes: int, max_nodes: int, recall_on_loss: bool) -> No
     assert world.explore_from([(START, 8), (running, 6)]) > 2_000
 
 
-@pytest.mark.parametrize(("min_nodes", "max_nodes"), [(1, 1), (1, 2)])
-def test_the_record_may_vanish(min_nodes: int, max_nodes: int) -> None:
-    assert World((min_nodes, max_nodes), nodes=2, vanishing=True).explore(9) > 1_500
-
-
 @pytest.mark.parametrize(("min_nodes", "max_nodes"), [(1, 2), (2, 3)])
 def test_two_deciders_race(min_nodes: int, max_nodes: int) -> None:
     assert World((min_nodes, max_nodes), deciders=2).explore(9) > 2_000
@@ -87,10 +82,6 @@ def limited(**wrong: int) -> Decide:
     return seen_as(wanting)
 
 
-def renumbered(number: Callable[[RoundSituation], int]) -> Decide:
-    return new_round(lambda s, d: replace(d, record=replace(d.record, number=number(s))))
-
-
 def recalls_for_spares(situation: RoundSituation, options: RoundOptions, verdict: Verdict) -> Verdict:
     last = situation.previous
     if isinstance(verdict, Publish) or last is None or last.recalled or last.closed:
@@ -102,7 +93,7 @@ def recalls_for_spares(situation: RoundSituation, options: RoundOptions, verdict
 def replaces_without_recall(situation: RoundSituation, options: RoundOptions, verdict: Verdict) -> Verdict:
     if isinstance(verdict, Wait) or not verdict.record.recalled:
         return verdict
-    again = rendezvous.decide(replace(situation, previous=verdict.record, vanished=False), options, 0.0)
+    again = rendezvous.decide(replace(situation, previous=verdict.record), options, 0.0)
     return again if isinstance(again, Publish) else verdict
 
 
@@ -139,11 +130,6 @@ def no_newcomers(situation: RoundSituation, options: RoundOptions, verdict: Verd
 
 
 PLANTED: dict[str, tuple[str, tuple[int, int], Decide]] = {
-    "numbers ignore what the members know": (
-        "S2",
-        (1, 2),
-        renumbered(lambda s: s.previous.number + 1 if s.previous else 1),
-    ),
     "max is ignored": ("S1 min <= n <= max", (1, 1), limited(max_nodes=3)),
     "the dead are seated": ("S1 only live", (1, 2), seen_as(partial(with_the_dead, back=True))),
     "a round is replaced unrecalled": ("a running round is recalled", (1, 2), outcome(replaces_without_recall)),
@@ -154,13 +140,10 @@ PLANTED: dict[str, tuple[str, tuple[int, int], Decide]] = {
 }
 
 
-SHOWN_BY_A_LOST_RECORD = {"numbers ignore what the members know"}
-
-
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug: str) -> None:
     rule, limits, decide = PLANTED[bug]
-    world = World(limits, nodes=2, decide=decide, vanishing=bug in SHOWN_BY_A_LOST_RECORD, hanging=False)
+    world = World(limits, nodes=2, decide=decide, hanging=False)
     with pytest.raises(InvariantBroken, match=rule):
         world.explore(12)
 

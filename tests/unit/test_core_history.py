@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import builders
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,7 +153,7 @@ def test_a_worker_that_its_agent_kills_since_that_was_told_to_stop_is_no_cause()
 
 # -- the records ------------------------------------------------------------------------------------------------------
 
-PREFIX = "/ftcoord/v1/run"
+PREFIX = "/ftcoord/v2/run"
 RAISED = WorkerFailure(7, 3, 1, 1, 0, "exited with code 1", "ValueError: no such file", "Traceback (most recent ...")
 FAILED = HistoryEvent("failed", 4, "host7", "node7", "worker 7 ...", (RAISED,), 812, "member", 1_700_000_000_000)
 KEY = event_key(PREFIX, 812, "694d8c2b1a3f5e01", 0)
@@ -275,13 +276,13 @@ def test_a_round_tells_each_of_its_states_once() -> None:
         return [(one.kind, one.reason) for one in round_events(before, new, ())]
 
     one, other = Seat("a1", "a", "hosta"), Seat("b1", "b", "hostb")
-    formed = Round(1, (one,), "a", 1)
+    formed = builders.round_(1, (one,))
     assert kinds(None, formed) == [("round", "1 node; new: hosta")]
     assert kinds(formed, replace(formed, ready=True)) == [("started", "round 1 is ready on 1 node")]
     recalled = replace(formed, ready=True, recalled="hostb waits to join")
     assert kinds(replace(formed, ready=True), recalled) == [("recalled", "hostb waits to join")]
     assert kinds(recalled, replace(recalled, min_nodes=1, max_nodes=2)) == []
-    after = Round(2, (other,), "b", 1, before="hosta left")
+    after = builders.round_(2, (other,), before="hosta left")
     assert kinds(recalled, after) == [
         ("round", "1 node; new: hostb; without hosta; the round before ended: hosta left")
     ]

@@ -261,9 +261,18 @@ def test_who_is_left_behind_is_idle_until_it_asks_again() -> None:
 
 
 def test_the_idle_that_are_gone_are_forgotten() -> None:
+    """One that lives may repeat what was answered, by port: its answer was lost."""
     previous = quorum("a", idle=(IdleMember("lease-b", 1), IdleMember("lease-c", 1)))
     assert decided(judge([asks("a"), asks("b", 1)], previous)).idle == (IdleMember("lease-b", 1),)
-    assert decided(judge([asks("a"), beats("b")], previous)).idle == ()
+    assert decided(judge([asks("a"), beats("b")], previous)).idle == (IdleMember("lease-b", 1),)
+    assert decided(judge([asks("a")], previous)).idle == ()
+
+
+def test_a_new_decider_waits_until_those_that_asked_the_one_before_can_have_asked_it() -> None:
+    replicas = [*all_ask("a b", joined=-5.0), beats("c")]
+    assert waits(judge(replicas, join_timeout=0.1, gathers_until=0.3), "join timeout", 0.4)
+    assert names(judge(replicas, join_timeout=0.1, gathers_until=-0.2)) == "a b"
+    assert names(judge(replicas[:2], gathers_until=0.3)) == "a b"
 
 
 def test_who_is_left_out_goes_on_asking_and_joins_anew() -> None:

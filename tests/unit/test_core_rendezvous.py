@@ -105,11 +105,10 @@ def judge(
     *,
     changed_at: float = 0.0,
     previous_at: float = AGO,
-    vanished: bool = False,
     **more: Any,
 ) -> Verdict:
     options = replace(RoundOptions(LAST_CALL, SETTLE), **more)
-    there = situation(members, changed_at, previous, limits, previous_at, vanished)
+    there = situation(members, changed_at, previous, limits, previous_at)
     verdict = decide(there, options, 0.0)
     assert verdict.rule in RULES
     if isinstance(verdict, Publish):
@@ -149,7 +148,7 @@ def test_too_few_wait_for_others_without_a_limit() -> None:
 @pytest.mark.parametrize("names", ["A", "A B", "A B C"])
 def test_a_full_round_is_decided_at_once(names: str) -> None:
     nodes = len(names.split())
-    decided = within((1, nodes), a_round(names, ready=False))
+    decided = within((1, nodes), a_round(names, ready=False, token=""))
     on = "1 node" if nodes == 1 else f"{nodes} nodes"
     assert judge(all_ask(names), limits=(1, nodes)) == Publish(decided, f"round 1 on {on}", "R4 forming")
 
@@ -236,7 +235,7 @@ def test_many_names_are_cut_short() -> None:
 def test_all_back_and_full_goes_on_at_once() -> None:
     verdict = judge(all_ask("A B", after=1), recalled("A B"), (2, 2))
     assert isinstance(verdict, Publish)
-    assert verdict.record == within((2, 2), a_round("A B", 2, ready=False, before="somebody is gone"))
+    assert verdict.record == within((2, 2), a_round("A B", 2, ready=False, before="somebody is gone", token=""))
 
 
 def test_all_survivors_back_go_on_when_it_has_settled() -> None:
@@ -354,12 +353,9 @@ def test_numbers_grow(members: list[RoundCandidate], previous: Round | None, num
     assert verdict.record.number == number
 
 
-@pytest.mark.parametrize("record", [a_round("A B", closed="done"), replace(NO_ROUND, closed="done")])
+@pytest.mark.parametrize("record", [a_round("A B", closed="done"), builders.round_(0, closed="done")])
 def test_a_closed_run_stays_closed(record: Round) -> None:
     assert waits(judge(all_ask("A B C", after=1), record), None)
-    verdict = judge(all_ask("A B C", after=1), record, vanished=True)
-    assert isinstance(verdict, Publish)
-    assert (verdict.record.closed, verdict.record.number) == ("done", record.number)
 
 
 REOPENED = a_round("A B", 4, closed="hostB failed", outcome=FAILED)
@@ -378,11 +374,6 @@ def test_only_those_that_have_seen_the_end_go_on_from_it() -> None:
     assert waits(judge(all_ask("C D"), REOPENED, (2, 2)), None)
     assert waits(judge([asks("C", reopens=4), asks("D", reopens=3)], REOPENED, (2, 2)), None)
     assert waits(judge([asks("C", reopens=4), asks("D", reopens=4)], REOPENED, (3, 3)), None)
-
-
-def test_an_end_that_its_nodes_have_left_behind_is_not_recalled() -> None:
-    """etcd was restored to it: the nodes run on in the round that went on from it."""
-    assert waits(judge([asks(name, seated=5, reopens=4) for name in "CD"], REOPENED, (2, 2), changed_at=AGO), None)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +402,7 @@ def test_who_wants_other_limits_is_told_and_disturbs_nobody() -> None:
     there = [*all_ask("A B"), replace(asks("C"), ask=odd)]
     told = judge(there, None, (2, 2))
     assert isinstance(told, Publish)
-    assert told.record == within((2, 2), NO_ROUND)
+    assert told.record == builders.round_(0, address="", port=0, limits=(2, 2))
     assert seats(judge(there, told.record, (2, 2))) == "A B"
     assert waits(judge(there, RUNNING, (2, 2)), None)
     assert outlook(told.record, "C", odd).standing is Standing.REFUSED
@@ -467,7 +458,7 @@ def test_a_large_round_has_longer_to_take_its_seats(size: int, seconds: float, l
     assert seating_time(size, last_call) == max(last_call, SEATING, seconds)
     names = [f"m{number}" for number in range(size)]
     there = [replace(asks("A", seated=number > 0, node=name), id=name) for number, name in enumerate(names)]
-    decided = replace(DECIDED, seats=tuple(Seat(name, name, "hostA") for name in names))
+    decided = replace(DECIDED, size=size, seats=tuple(Seat(name, name, "hostA") for name in names))
     limits, until = (size, size), seating_time(size, last_call)
     early = judge(there, decided, limits, previous_at=0.1 - until, last_call_timeout=last_call)
     assert isinstance(early, Wait)
@@ -505,7 +496,7 @@ def test_a_seat_that_was_read_may_have_been_taken_long_ago() -> None:
     taken = [asks("A", seated=1, seen=-1.0), asks("B", seated=1, seen=-0.5)]
 
     def ready(read_at: float, decided_at: float) -> bool:
-        there = situation(taken, 0.0, DECIDED, (2, 2), decided_at, False, 0, read_at)
+        there = situation(taken, 0.0, DECIDED, (2, 2), decided_at, read_at)
         return isinstance(decide(there, RoundOptions(LAST_CALL), 0.0), Publish)
 
     assert ready(read_at=-60.0, decided_at=-5.0), "it saw both being taken"
@@ -597,10 +588,17 @@ def test_outlook(record: Round | None, ask: dict[str, Any], look: Standing) -> N
             "A finished",
             id="without it they are done",
         ),
-        pytest.param(a_round("A C"), 1, "round 1 was formed without", id="etcd lost it, and the number came again"),
+        pytest.param(
+            a_round("A B", token="f" * 16),
+            1,
+            "round 1 was formed without",
+            id="etcd lost it, and gave its number again",
+        ),
+        pytest.param(a_round("A B", 0), 1, "etcd has lost", id="etcd has an older one"),
+        pytest.param(None, 1, "etcd has lost", id="etcd has none"),
     ],
 )
-def test_call_back(record: Round, called: int, why: str) -> None:
+def test_call_back(record: Round | None, called: int, why: str) -> None:
     count, reason = call_back(record, RUNNING)
     assert count == called
     assert why in reason
@@ -612,11 +610,6 @@ def test_closing() -> None:
     assert ended == replace(RUNNING, closed="it failed", outcome=FAILED)
     assert close(ended, "again", FINISHED, speaks=True) is None
     assert close(RUNNING, "it failed", FAILED, speaks=False) is None  # of a node that the others went on without
-
-
-@pytest.mark.parametrize("record", [RUNNING, recalled("A B")])
-def test_a_record_that_vanished_is_written_again_as_a_recall(record: Round) -> None:
-    assert is_recall(judge(all_ask("A B"), record, vanished=True), record, "vanished")
 
 
 # -- whatever the situation -------------------------------------------------------------------------------------
@@ -660,12 +653,10 @@ def cases(draw: st.DrawFn) -> Case:
     }
     stated = within(draw(others), a_round(" ".join(before), draw(st.integers(1, 4)), **why))
     previous = draw(st.none() | st.just(stated))
-    vanished = previous is not None and draw(st.integers(0, 9)) == 0
     restart = draw(st.sampled_from(["failed", "always", "never"]))
     chosen = RoundOptions(LAST_CALL, SETTLE, draw(st.booleans()), restart)
-    there = situation(members, draw(times), previous, (low, high), draw(times), vanished, draw(st.integers(0, 5)))
-    mine = draw(st.none() | st.builds(a_round, st.just(" ".join(before)), st.integers(1, 4)))
-    return Case(replace(there, mine=mine), chosen, 0.0)
+    there = situation(members, draw(times), previous, (low, high), draw(times))
+    return Case(there, chosen, 0.0)
 
 
 @given(cases(), st.integers(-(2**20), 2**20).map(float))
@@ -857,12 +848,6 @@ def test_a_run_is_not_reopened_before_a_holder_of_a_seat_has_left() -> None:
     assert waits(judge([back_in_seat("A'"), *new], closed, changed_at=AGO), None)
 
 
-def test_an_older_record_calls_nobody_back() -> None:
-    """An etcd that lost its last writes, or was restored: nobody went on without this node."""
-    mine = a_round("A B", 3)
-    assert call_back(a_round("A B", 2, recalled="long ago"), mine) == (0, "")
-
-
 def test_a_worker_that_failed_recalls_the_round_before_its_node_is_back() -> None:
     previous = a_round("A B C")
     failing = asks("B", seated=1, holds="B", failed=(EXITED,))
@@ -875,13 +860,11 @@ def test_a_worker_that_failed_recalls_the_round_before_its_node_is_back() -> Non
 
 def test_who_failed_first_counts_and_not_who_asked_again_last() -> None:
     failure = WorkerFailure(7, exit_code=3, fate="exited with code 3")
-    again = builders.ask("a", address="a", after=1, host="hosta", failed=(failure,), failed_at=10, limits=(2, 3))
+    first = builders.ask("a", address="a", host="hosta", seated=1, failed=(failure,), limits=(2, 3))
+    again = builders.ask("a", address="a", after=1, host="hosta", failed=(failure,), limits=(2, 3))
     victim = builders.ask("b", address="b", host="hostb", seated=1, failed=(failure,), limits=(2, 3))
     members = [RoundCandidate("a1", again, 0.0, 40), RoundCandidate("b1", victim, 0.0, 20)]
-    ends = note_ends(
-        {},
-        builders.round_(1, (Seat("a1", "a", "hosta"), Seat("b1", "b", "hostb")), address="a", port=1, ready=True),
-        asks_of(members),
-        (),
-    )
+    seats = Seat("a1", "a", "hosta"), Seat("b1", "b", "hostb")
+    round_ = builders.round_(1, seats, address="a", port=1, ready=True)
+    ends = note_ends(note_ends({}, round_, [(first, 10)], ()), round_, asks_of(members), ())
     assert {end.node: end.noted for end in ends.values()} == {"a": 10, "b": 20}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ftcoord import cli
-from ftcoord.commands.dashboard_gateway_metrics import token_of
+from ftcoord.commands.demo_server_dashboard_gateway_metrics import token_of
 from ftcoord.errors import ConfigError
 
 TOKEN = "0123456789abcdef"
@@ -45,18 +45,9 @@ def test_an_address_that_is_none_is_refused(listen: str, capsys: pytest.CaptureF
     assert "write it as" in capsys.readouterr().err
 
 
-def test_no_flag_takes_the_token(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["dashboard", "--token", TOKEN])
-    assert "unrecognized" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        (["--page-port", "x"], "--page-port"),
-        (["--page-port", "0", "--page-host", "a b"], "--page-host"),
-    ],
+    [(["--page-port", "x"], "--page-port"), (["--page-port", "0", "--page-host", "a b"], "--page-host")],
 )
 def test_a_gateways_page_that_cannot_be_is_refused(
     flags: list[str], said: str, capsys: pytest.CaptureFixture[str]

@@ -12,12 +12,6 @@ from pathlib import Path
 import pytest
 
 from ftcoord import cli, config
-from ftcoord.core.death_records import Death
-from ftcoord.core.history import HistoryEvent
-from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord
-from ftcoord.core.rendezvous_records import JoinRequest, RollChunk, Round, RoundHead, WorkerFailure
-from ftcoord.core.timers import HeldTimers, Timer
-from ftcoord.heartbeat import Beat
 from ftcoord.rendezvous import settings
 
 ROOT = Path(__file__).parents[2]
@@ -155,10 +149,6 @@ def test_variables_that_are_named_exist() -> None:
     known = {name for path in sources if path != Path(__file__) for name in re.findall(r"FTCOORD_[A-Z_]+", read(path))}
     named = {name for page in PAGES for name in re.findall(r"FTCOORD_[A-Z_]+", read(page))}
     assert not named - known
-
-
-RECORDS = (JoinRequest, Round, RoundHead, RollChunk, ReplicaRecord, QuorumRecord)
-RECORDS += (HeldTimers, Timer, Beat, Death, HistoryEvent, WorkerFailure)
 
 
 def test_docs_that_the_code_names_exist() -> None:

@@ -16,7 +16,7 @@ from ftcoord.demo.run import DemoError
 from ftcoord.errors import FtcoordError
 from ftcoord.primitives.group.member_key import MemberLost
 from ftcoord.primitives.group.membership import Left
-from ftcoord.store.errors import RoundOverError
+from ftcoord.store import RoundOverError
 
 MADE: dict[type[FtcoordError], Callable[[], FtcoordError]] = {
     errors.ConfigError: lambda: errors.ConfigError("lease_ttl", -1, "give whole seconds, at least 1"),

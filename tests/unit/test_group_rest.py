@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from ftcoord.primitives.group.decider import REST, rest
+from ftcoord.primitives.group.group import REST, rest
 
 
 def test_a_small_group_rests_for_a_moment() -> None:

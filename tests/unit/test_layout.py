@@ -18,7 +18,8 @@ PROTOCOL = (ROOT.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
 LAYOUT = ROOT / "core" / "layout.py"
 
 RUN = "<prefix>"
-STORE = layout.round_store_prefix(RUN, 7)
+NAME = "7-00112233445566aa"
+STORE = layout.round_store_prefix(RUN, NAME)
 LEASE = 0xAB
 HEX = f"{LEASE:016x}"
 
@@ -27,16 +28,11 @@ KEYS = {
     "member_key": layout.member_key(RUN, layout.member_id(LEASE)),
     "decider_key": layout.decider_key(RUN),
     "decided_key": layout.decided_key(RUN),
-    "decided_span": layout.decided_span(RUN).start,
-    "roster_key": layout.roster_key(layout.decided_key(RUN)),
-    "era_key": layout.era_key(RUN),
     "record_span": layout.record_span(RUN).start,
-    "rolls_span": layout.rolls_span(RUN).start,
-    "roll_span": layout.roll_span(RUN, "1-ab-cd").start,
-    "roll_key": layout.roll_key(RUN, "1-ab-cd", 0),
-    "other_rolls": layout.other_rolls(RUN, "1-ab-cd")[0].start,
-    "rounds_span": layout.rounds_span(RUN).start,
-    "round_key": layout.round_key(RUN, 7),
+    "fence_key": layout.fence_key(RUN, NAME),
+    "all_seats_span": layout.all_seats_span(RUN).start,
+    "seats_span": layout.seats_span(RUN, NAME).start,
+    "chunk_key": layout.chunk_key(RUN, NAME, 0),
     "round_store_prefix": STORE,
     "backend_state_key": layout.backend_state_key(RUN),
     "backend_store_prefix": layout.backend_store_prefix(RUN),
@@ -58,7 +54,7 @@ KEYS = {
 }
 """By function: a key that it names, or the beginning of those that it names."""
 
-NO_KEYS = {"run_prefix", "quorum_prefix", "encode_key", "decode_key", "member_id", "member_of", "number_of"}
+NO_KEYS = {"run_prefix", "quorum_prefix", "encode_key", "decode_key", "member_id", "member_of"}
 NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "is_expired_key", "is_event_key"}
 """Functions of `core.layout` that name no key of their own."""
 
@@ -137,18 +133,12 @@ def test_a_key_says_whose_it_is() -> None:
     assert key == f"/p/members/{HEX}"
     assert key in layout.members_span("/p")
     assert layout.member_of(key) == layout.member_id(LEASE) == HEX
-    assert layout.number_of(layout.round_key("/p", 12)) == 12
-
-
-@pytest.mark.parametrize("name", ["", "x", "1x", "-1", "9" * 18, "9" * 5000, "\u0661"])
-def test_a_key_that_names_no_round_has_no_number(name: str) -> None:
-    assert layout.number_of(layout.rounds_span("/p").start + name) == 0
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (Span(layout.round_store_prefix("/p", 1), True), layout.round_store_prefix("/p", 12)),
+        (Span(layout.round_store_prefix("/p", "1-a"), True), layout.round_store_prefix("/p", "1-ab")),
         (layout.timers_span("/p", "a"), layout.timers_key("/p", "ab", LEASE)),
         (layout.store_queue_span("s/", "a"), layout.store_queue_span("s/", "a/b").start),
         (Span(layout.run_prefix("/f", "a"), True), layout.run_prefix("/f", "b/a")),
@@ -160,17 +150,8 @@ def test_keys_of_one_are_no_keys_of_another(one: Span, other: str) -> None:
 
 def test_only_a_records_own_keys_are_in_its_span() -> None:
     """Or each replica would receive the others."""
-    rows = PROTOCOL.partition("## Quorums")[2].partition("| key |")[2].partition("\n\n")[0]
-    keys = [f"{RUN}/{key}" for key in re.findall(r"^\| `([^`]+)`", rows, re.MULTILINE)]
-    own = {
-        layout.decided_key(RUN),
-        layout.decider_key(RUN),
-        layout.roster_key(layout.decided_key(RUN)),
-        layout.era_key(RUN),
-    }
-    assert len(keys) > 6, "the table is found"
-    assert {key for key in keys if key in layout.record_span(RUN)} == own
-    assert layout.era_key(RUN) not in layout.decided_span(RUN), "it stays when somebody deletes that"
+    own = {layout.decided_key(RUN), layout.decider_key(RUN)}
+    assert {key for key in KEYS.values() if key in layout.record_span(RUN)} == own
 
 
 def test_a_heartbeat_of_a_name_with_a_slash_is_one_name() -> None:

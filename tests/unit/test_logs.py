@@ -142,5 +142,5 @@ def test_the_line_of_a_round_says_who_decided_it() -> None:
         " host3 left"
     )
     assert "decided by member 9" in round_line("a", builders.round_(3, seats, address="host1", port=1, by="9"), 0)
-    large = RoundHead(3, 2, "roll", 1, "host1", 1, by="2")
+    large = RoundHead(3, "0" * 16, 2, 1, "host1", 1, by="2")
     assert "with host1, decided by member 2" in round_line("a", large, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import layout
 from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import encode as encode_quorum
-from ftcoord.core.rendezvous_records import encode
+from ftcoord.core.rendezvous_records import Seat, encode
 from ftcoord.core.round_situation import RoundCandidate, RoundOptions
 from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.core.verdict import Publish, Verdict, Wait
@@ -51,7 +52,7 @@ TWO = QuorumSituation([replica("a"), replica("b")], None)
 
 def view(values: dict[str, bytes]) -> View:
     members = tuple(KeyValue(key, value, 1, at, 1, at) for at, (key, value) in enumerate(values.items(), 1))
-    return View(members, dict.fromkeys(values, 0.0), 0.0, None, 0.0, False, 0.0)
+    return View(members, dict.fromkeys(values, 0.0), 0.0, None, 0.0, 0.0)
 
 
 # -- numbers that others name ------------------------------------------------------------------------------------
@@ -61,9 +62,13 @@ def round_number(rogue: int, known: int) -> Verdict[bytes]:
     asked = {"a": asks("a", after=known), "b": asks("b", after=known), "c": asks("c", after=rogue)}
     members = view({layout.member_key(PREFIX, one): encode(member.ask) for one, member in asked.items()})
     with MemoryEtcd() as memory:
-        policy = RendezvousPolicy(PREFIX, RoundOptions(), memory.client())
-        policy._last.highest = known
-        return policy.decide(members, "a", 60.0)
+        client = memory.client()
+        if known:
+            round_ = builders.round_(known, [Seat(one, f"node {one}", one) for one in "ab"], ready=True, recalled="x")
+            for key, value in builders.round_keys(PREFIX, round_).items():
+                client.put(key, value)
+        decided = client.get(layout.decided_key(PREFIX)).one
+        return RendezvousPolicy(PREFIX, RoundOptions(), client).decide(replace(members, decided=decided), "a", 60.0)
 
 
 def quorum_number(rogue: int, known: int) -> Verdict[bytes]:
@@ -72,7 +77,8 @@ def quorum_number(rogue: int, known: int) -> Verdict[bytes]:
     members = view({layout.member_key(PREFIX, one): encode_quorum(record) for one, record in records.items()})
     seen = HighestSeen()
     seen.highest = Highest(known, known)
-    return QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), seen).decide(members, "a", 60.0)
+    decided = QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), seen).decide(members, "a", 60.0)
+    return replace(decided, record=zlib.decompress(decided.record)) if isinstance(decided, Publish) else decided
 
 
 USES = pytest.mark.parametrize("decide", [round_number, quorum_number])

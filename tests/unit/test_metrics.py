@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import warm
-from monitored import DOCS, dashboard, named_in, rules
+from monitored import DOCS
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
 from ftcoord import __version__, cli
-from ftcoord.commands.flags import Flag, resolve
+from ftcoord.commands import demo_server_dashboard_gateway_metrics as serving
+from ftcoord.commands.shared import Flag, resolve
 from ftcoord.errors import ConfigError, ServerError
 from ftcoord.metrics import process
 from ftcoord.metrics.exporter import MetricsAddress, port_number, serve_process
 from ftcoord.metrics.process import collect_process
-from ftcoord.operator import metrics as runs
+from ftcoord.operator import reading as runs
 from ftcoord.operator.report import JobStatus, NextDecision, NodeStatus, QuorumStatus, ReplicaStatus, RoundsStatus
-
-LABELS = {"run", "method", "code", "outcome", "rounds", "quorum", "version", "le"}
-"""All that a number may be kept apart by: none of them grows with the members, or the restarts, of a run."""
 
 
 @pytest.fixture
@@ -154,10 +150,9 @@ def test_a_port_that_kubernetes_set_for_a_service_is_ignored_by_agents(caplog: p
     assert f"FTCOORD_METRICS_PORT={SERVICE_LINK} is ignored: Kubernetes set it" in line
 
 
-@pytest.mark.parametrize("module", ["dashboard_gateway_metrics", "demo_server"])
-def test_ports_that_kubernetes_set_for_services_are_ignored_by_commands(module: str) -> None:
+def test_ports_that_kubernetes_set_for_services_are_ignored_by_commands() -> None:
     commands = argparse.ArgumentParser().add_subparsers()
-    importlib.import_module(f"ftcoord.commands.{module}").add_commands(commands)
+    serving.add_commands(commands)
     for parser in commands.choices.values():
         flags = [flag for flag in parser.get_default("flags") or () if flag.variable.endswith("_PORT")]
         options = argparse.Namespace(flags=flags, **{flag.dest: None for flag in flags})
@@ -193,7 +188,7 @@ def test_a_command_prints_what_whoever_reaches_its_address_can_do(
     def full(*_args: object, **_options: object) -> None:
         raise ServerError("of the test: nothing is served")
 
-    for name in ("ftcoord.commands.dashboard_gateway_metrics.MetricsServer", "ftcoord.coordination.Gateway"):
+    for name in (f"{serving.__name__}.MetricsServer", "ftcoord.coordination.Gateway"):
         monkeypatch.setattr(name, full)
     monkeypatch.setattr("ftcoord.embedded.server.EtcdServer", full)
     flags = {
@@ -268,24 +263,8 @@ def families() -> list[Metric]:
 
 
 def names_of(family: Metric) -> set[str]:
-    suffixes = {
-        "counter": ("_total",),
-        "histogram": ("_bucket", "_sum", "_count"),
-        "info": ("_info",),
-    }
+    suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "info": ("_info",)}
     return {family.name + suffix for suffix in suffixes.get(family.type, ("",))}
-
-
-def test_names_follow_the_rules_of_prometheus() -> None:
-    """https://prometheus.io/docs/practices/naming/: base units, no unit twice, and no label without bound."""
-    for family in families():
-        assert re.fullmatch(r"ftcoord(_[a-z]+)*", family.name)
-        assert not re.search("_(ms|millis|minutes|bytes_seconds)|_total", family.name), family.name
-        assert family.documentation.endswith("."), family.name
-        if family.type == "histogram":
-            assert family.name.endswith("_seconds")
-    assert {label for one in process.SERIES for label in one.labels} <= LABELS
-    assert len({one.name for one in process.SERIES}) == len(process.SERIES)
 
 
 def test_all_numbers_are_described_and_no_others() -> None:
@@ -293,20 +272,3 @@ def test_all_numbers_are_described_and_no_others() -> None:
     described = set(re.findall(r"^- `(ftcoord_\w+)", page, re.MULTILINE))
     known = {name for one in families() for name in ({one.name} if one.type == "histogram" else names_of(one))}
     assert described == known
-
-
-@pytest.mark.parametrize("document", [dashboard, rules], ids=["dashboard", "alerts"])
-def test_what_the_dashboard_and_the_alerts_ask_for_exists(document: Any) -> None:
-    named = named_in(document())
-    assert len(named) > 10
-    assert not named - {name for family in families() for name in names_of(family)}
-
-
-def test_panels_and_alerts_are_whole() -> None:
-    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
-    assert all(panel["targets"] and panel["title"] for panel in panels)
-    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
-    alerts = [rule for group in rules()["groups"] for rule in group["rules"]]
-    assert all({"alert", "expr", "labels", "annotations"} <= rule.keys() for rule in alerts)
-    assert all({"summary", "description"} == rule["annotations"].keys() for rule in alerts)
-    assert len({rule["alert"] for rule in alerts}) == len(alerts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import builders
@@ -11,12 +10,12 @@ import pytest
 from ftcoord.core import quorum_records, rendezvous_records
 from ftcoord.core.layout import member_id, member_key, quorum_prefix, run_prefix
 from ftcoord.etcd.api import KeyValue, MemberStatus
-from ftcoord.operator.doctor import DEFAULT_QUOTA, EndpointFacts, EtcdFacts, findings
-from ftcoord.operator.job_keys import GroupKeys, JobKeys
+from ftcoord.operator.doctor import DEFAULT_QUOTA, EtcdFacts, findings
 from ftcoord.operator.orders import members_called, owners
+from ftcoord.operator.status import GroupKeys, JobKeys
 
 STATUS = MemberStatus("3.6.9", "a", "a", 3, 1000, 1000, 0, False, (), 0.001)
-FACTS = EtcdFacts([EndpointFacts("h1:2379", STATUS)], True, False, False, "/f", [], 0.001, 0.002)
+FACTS = EtcdFacts([("h1:2379", STATUS)], True, False, False, "/f", [], 0.001, 0.002)
 
 
 def said(facts: EtcdFacts) -> dict[str, str]:
@@ -32,26 +31,19 @@ def said(facts: EtcdFacts) -> dict[str, str]:
 
 
 def with_status(**fields: object) -> EtcdFacts:
-    return replace(FACTS, endpoints=[EndpointFacts("h1:2379", replace(STATUS, **fields))])  # type: ignore[arg-type]
-
-
-def endpoint(**fields: float) -> EtcdFacts:
-    return replace(FACTS, endpoints=[replace(FACTS.endpoints[0], **fields)])  # type: ignore[arg-type]
+    return replace(FACTS, endpoints=[("h1:2379", replace(STATUS, **fields))])  # type: ignore[arg-type]
 
 
 def test_nothing_is_wrong_with_a_good_etcd() -> None:
     assert said(FACTS) == {}
     about = {one.about for one in findings(FACTS).findings}
-    assert {"endpoint h1:2379", "leader", "release", "TLS", "right to read", "right to write", "clocks"} <= about
+    assert {"endpoint h1:2379", "leader", "release", "TLS", "right to read", "right to write"} <= about
 
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        (
-            replace(FACTS, endpoints=[*FACTS.endpoints, EndpointFacts("h2", error="refused")]),
-            {"endpoint h2": "problem"},
-        ),
+        (replace(FACTS, endpoints=[*FACTS.endpoints, ("h2", "refused")]), {"endpoint h2": "problem"}),
         (replace(FACTS, alarms=[("a", "CORRUPT")]), {"alarm": "problem"}),
         (replace(FACTS, alarms=[("a", "NOSPACE")]), {"space": "problem"}),
         (replace(FACTS, is_full=True, alarms=None), {"space": "problem", "alarms": "hint"}),
@@ -63,11 +55,6 @@ def test_nothing_is_wrong_with_a_good_etcd() -> None:
         (replace(FACTS, cannot_read="no", read_seconds=None), {"right to read": "problem"}),
         (replace(FACTS, cannot_write="no", write_seconds=None), {"right to write": "problem"}),
         (replace(FACTS, is_loopback=False), {"TLS": "hint", "login": "hint", "endpoints": "hint"}),
-        (endpoint(fsync_seconds=0.128), {"fsync latency h1:2379": "hint"}),
-        (endpoint(fsync_seconds=0.008), {}),
-        (endpoint(fsync_seconds=math.inf), {"fsync latency h1:2379": "hint"}),
-        (endpoint(clock_ahead=-60.4), {"clocks": "hint"}),
-        (endpoint(clock_ahead=0.9), {}),
         (with_status(version="3.4.1"), {"release": "hint"}),
         (with_status(leader_id=""), {"member h1:2379": "problem"}),
         (with_status(is_learner=True), {"member h1:2379": "hint"}),
@@ -82,7 +69,7 @@ def test_what_is_wrong_is_said_with_what_to_do(facts: EtcdFacts, expected: dict[
 
 
 def test_endpoints_of_two_clusters_are_noticed() -> None:
-    other = EndpointFacts("h2", replace(STATUS, leader_id="b", version="3.5.28"))
+    other = "h2", replace(STATUS, leader_id="b", version="3.5.28")
     assert said(replace(FACTS, endpoints=[*FACTS.endpoints, other])) == {"leader": "problem", "release": "hint"}
 
 

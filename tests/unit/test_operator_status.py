@@ -12,27 +12,17 @@ import builders
 import pytest
 from held import TIMER, WORKER, timers_kv
 
-from ftcoord.commands.output import Terminal, to_json
-from ftcoord.commands.status_watch_history_why import status_lines
-from ftcoord.core import death_records, quorum_head, quorum_records, rendezvous_records
-from ftcoord.core.layout import (
-    death_key,
-    decided_key,
-    member_id,
-    member_key,
-    quorum_prefix,
-    roll_key,
-    roster_key,
-    run_prefix,
-)
+from ftcoord.commands.ls_status_watch_history_why_doctor import status_lines
+from ftcoord.commands.shared import Terminal, to_json
+from ftcoord.core import death_records, quorum_records, rendezvous_records
+from ftcoord.core.layout import death_key, decided_key, member_id, member_key, quorum_prefix, run_prefix
 from ftcoord.core.quorum import FAILED_COMMITS, QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
-from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, WorkerFailure, chunks_of, head_of, roll_id
+from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, WorkerFailure
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.job_keys import GroupKeys, JobKeys
 from ftcoord.operator.reading import with_leases
 from ftcoord.operator.report import JobStatus, QuorumStatus, RoundsStatus, TimerStatus
-from ftcoord.operator.status import Rules, foremost, tell_job, tell_line
+from ftcoord.operator.status import GroupKeys, JobKeys, Rules, foremost, line_of, status_of
 
 RUN = run_prefix("/f", "job")
 QUORUM = quorum_prefix("/f", "job")
@@ -60,19 +50,23 @@ def seats(*names: str) -> tuple[Seat, ...]:
     return tuple(Seat(member_id(1 + at), name, f"host of {name}") for at, name in enumerate(names))
 
 
+def run_of(record: Round | None, members: Sequence[KeyValue] = (), deaths: Sequence[KeyValue] = ()) -> GroupKeys:
+    written = builders.round_keys(RUN, record).items() if record else ()
+    kvs = [*(kv(key, value) for key, value in written), *members, *deaths]
+    return GroupKeys.of(RUN, {one.key: one for one in kvs})
+
+
 def rounds(
     record: Round | None, members: Sequence[KeyValue], deaths: Sequence[KeyValue] = (), rules: Rules | None = None
 ) -> RoundsStatus:
-    decided = kv(decided_key(RUN), rendezvous_records.encode(record)) if record else None
-    group = GroupKeys(RUN, decided, below_members=tuple(members), deaths=tuple(deaths))
-    told = told_of(rounds=group, rules=rules).rounds
+    told = told_of(rounds=run_of(record, members, deaths), rules=rules).rounds
     assert told is not None
     return told
 
 
 def told_of(rounds: GroupKeys | None = None, quorum: GroupKeys | None = None, rules: Rules | None = None) -> JobStatus:
     keys = JobKeys("job", 9, rounds or GroupKeys(RUN), quorum or GroupKeys(QUORUM), True)
-    return with_leases(Leases(), tell_job(keys, rules or Rules()))
+    return with_leases(Leases().time_left, status_of(keys, rules or Rules()))
 
 
 class Leases:
@@ -132,7 +126,7 @@ def test_a_node_that_is_to_leave_is_draining_until_it_has_left() -> None:
 
 
 def timers(*kvs: KeyValue) -> JobStatus:
-    return tell_job(JobKeys("job", 9, GroupKeys(RUN), GroupKeys(QUORUM), True, kvs), Rules())
+    return status_of(JobKeys("job", 9, GroupKeys(RUN), GroupKeys(QUORUM), True, kvs), Rules())
 
 
 def test_timers_are_told_as_they_expire() -> None:
@@ -178,10 +172,7 @@ def test_how_a_node_with_a_seat_stands(fields: dict[str, Any], ready: bool, reca
 
 
 def test_a_spare_and_a_node_of_an_older_lease() -> None:
-    found = rounds(
-        replace(RUNNING, max_nodes=2),
-        nodes(*(ask(name, max_nodes=2, **fields) for name, fields in SPARES)),
-    )
+    found = rounds(replace(RUNNING, max_nodes=2), nodes(*(ask(name, max_nodes=2, **fields) for name, fields in SPARES)))
     assert [(one.rank, one.node, one.standing) for one in found.members] == [
         (0, "a", "running"),
         (1, "b", "running"),
@@ -196,7 +187,7 @@ SPARES: list[tuple[str, dict[str, Any]]] = [("a", in_round(3)), ("b", in_round(3
 
 @pytest.mark.parametrize(
     ("said", "standing"),
-    [({}, "running"), ({"recalled": "gone"}, "called back"), ({"number": 4, "seats": seats("a")}, "away")],
+    [({}, "running"), ({"recalled": "gone"}, "called back"), ({"number": 4, "seats": seats("a"), "size": 1}, "away")],
 )
 def test_a_node_that_came_back_to_its_seat_holds_it(said: dict[str, Any], standing: str) -> None:
     """As it writes it: it knows of the round that it works in."""
@@ -217,35 +208,28 @@ def test_a_run_that_is_over(outcome: str, healthy: bool) -> None:
     assert found.next.reason == "the run is closed" or outcome == "failed"
 
 
-def test_a_large_round_is_read_with_its_roll() -> None:
-    chunks = 2
-    roll = roll_id(RUNNING, chunks, "me")
-    head = kv(decided_key(RUN), rendezvous_records.encode(head_of(RUNNING, roll, chunks, "me")))
-    kvs = {
-        roll_key(RUN, roll, at): kv(roll_key(RUN, roll, at), rendezvous_records.encode(chunk))
-        for at, chunk in enumerate(chunks_of(RUNNING, chunks))
-    }
-    members = nodes(ask("a", **in_round(3)), ask("b", **in_round(3)))
-    whole = told_of(GroupKeys(RUN, head, None, kvs, members)).rounds
-    assert whole == rounds(RUNNING, members)
-    kvs.popitem()
-    broken = told_of(GroupKeys(RUN, head, None, kvs, members))
+def test_a_round_without_all_of_its_seats_is_unreadable() -> None:
+    record = builders.round_(3, seats(*(f"n{at}" for at in range(9))), ready=True, limits=(2, 9))
+    members = nodes(*(ask(f"n{at}", max_nodes=9, **in_round(3)) for at in range(9)))
+    whole = run_of(record, members)
+    assert len(whole.seats) == 2
+    assert [one.rank for one in rounds(record, members).members] == [*range(9)]
+    broken = told_of(replace(whole, seats=dict([*whole.seats.items()][1:])))
     assert broken.rounds is not None
     assert (broken.rounds.state, broken.rounds.next.decision, broken.healthy) == ("unreadable", "withheld", False)
-    assert len(broken.rounds.members) == 2
+    assert len(broken.rounds.members) == 9
 
 
 GARBAGE = [b"", b"{", b"[]", b'{"v":1}', b'{"v":99}', b"\xff\x00", b"[" * 100_000]
 
 
 @pytest.mark.parametrize("value", GARBAGE, ids=lambda value: repr(value[:8]))
-@pytest.mark.parametrize("place", ["member", "decided", "roster", "death", "replica"])
+@pytest.mark.parametrize("place", ["member", "decided", "quorum", "death", "replica"])
 def test_garbage_is_shown_as_such(value: bytes, place: str) -> None:
     good = ask("a", **in_round(3)), ask("b", **in_round(3))
-    group = GroupKeys(RUN, kv(decided_key(RUN), rendezvous_records.encode(RUNNING)), below_members=nodes(*good))
-    head, roster = quorum_head.encode_quorum(quorum_of("x"))
-    decided = kv(decided_key(QUORUM), head)
-    replicas = GroupKeys(QUORUM, decided, kv(roster_key(decided.key), roster or b""), {}, (replica(9, "x"),))
+    group = run_of(RUNNING, nodes(*good))
+    decided = kv(decided_key(QUORUM), quorum_records.encode_quorum(quorum_of("x")))
+    replicas = GroupKeys(QUORUM, decided, {}, (replica(9, "x"),))
     bad: dict[str, Callable[[], tuple[GroupKeys, GroupKeys, str]]] = {
         "member": lambda: (
             replace(group, below_members=(member(RUN, 3, value),)),
@@ -253,11 +237,7 @@ def test_garbage_is_shown_as_such(value: bytes, place: str) -> None:
             member_key(RUN, member_id(3)),
         ),
         "decided": lambda: (replace(group, decided=kv(decided_key(RUN), value)), replicas, decided_key(RUN)),
-        "roster": lambda: (
-            group,
-            replace(replicas, roster=kv(roster_key(decided.key), value)),
-            roster_key(decided.key),
-        ),
+        "quorum": lambda: (group, replace(replicas, decided=kv(decided.key, value)), decided.key),
         "death": lambda: (replace(group, deaths=(kv(death_key(RUN, "x"), value),)), replicas, ""),
         "replica": lambda: (
             group,
@@ -293,15 +273,8 @@ def quorum_of(*names: str, steps: Sequence[int] = ()) -> QuorumRecord:
 
 
 def quorum(record: QuorumRecord | None, *members: KeyValue, min_replicas: int = 1) -> QuorumStatus:
-    head, roster = quorum_head.encode_quorum(record) if record else (None, None)
-    key = decided_key(QUORUM)
-    group = GroupKeys(
-        QUORUM,
-        kv(key, head) if head is not None else None,
-        kv(roster_key(key), roster) if roster is not None else None,
-        {},
-        members,
-    )
+    decided = kv(decided_key(QUORUM), quorum_records.encode_quorum(record)) if record else None
+    group = GroupKeys(QUORUM, decided, {}, members)
     told = told_of(quorum=group, rules=Rules(quorum=QuorumOptions(min_replicas, 60))).quorum
     assert told is not None
     return told
@@ -357,8 +330,7 @@ def test_of_two_members_with_one_name_the_newer_one_counts() -> None:
 def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most() -> None:
     many = [ask(f"n{at}", after=0, seated=1) for at in range(60)] + [ask("late")]
     record = builders.round_(1, seats(*(one.node for one in many[:60])), port=5, ready=True, limits=(2, 4))
-    decided = kv(decided_key(RUN), rendezvous_records.encode(record))
-    told = told_of(GroupKeys(RUN, decided, below_members=nodes(*many)))
+    told = told_of(run_of(record, nodes(*many)))
     assert told.rounds is not None
     everybody = [one.node for one in told.rounds.members]
     assert everybody[-1] == "late"
@@ -366,7 +338,7 @@ def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most
     assert [one.node for one in foremost(told.rounds.members, None)] == everybody
     assert [one.node for one in foremost(told.rounds.members, 61)] == everybody
     leases = Leases()
-    with_leases(leases, told, 3)
+    with_leases(leases.time_left, told, 3)
     assert leases.asked == [one.member for one in foremost(told.rounds.members, 3)], "a request for each that is shown"
     late = told.rounds.members[-1].standing
     shown = list(status_lines(told, Terminal(colours="never"), 3))
@@ -381,8 +353,7 @@ def test_where_not_all_are_shown_those_come_first_that_stand_otherwise_than_most
 
 
 def line(record: Round | None, *asks: JoinRequest) -> tuple[str, int | None, int]:
-    decided = kv(decided_key(RUN), rendezvous_records.encode(record)) if record else None
-    found = tell_line(told_of(GroupKeys(RUN, decided, below_members=nodes(*asks))))
+    found = line_of(told_of(run_of(record, nodes(*asks))))
     return found.state, found.nodes, found.members
 
 
@@ -399,17 +370,15 @@ def test_lines_of_runs() -> None:
 
 
 def test_lines_of_quorums() -> None:
-    head, roster = quorum_head.encode_quorum(quorum_of("x", "y"))
-    key = decided_key(QUORUM)
-    both = kv(key, head), kv(roster_key(key), roster or b"")
+    both = kv(decided_key(QUORUM), quorum_records.encode_quorum(quorum_of("x", "y")))
 
-    def found(*kvs: KeyValue | None, members: Sequence[KeyValue] = ()) -> tuple[str, int | None, int | None, int]:
-        told = tell_line(told_of(quorum=GroupKeys(QUORUM, *kvs, {}, tuple(members))))
+    def found(decided: KeyValue | None, members: Sequence[KeyValue] = ()) -> tuple[str, int | None, int | None, int]:
+        told = line_of(told_of(quorum=GroupKeys(QUORUM, decided, {}, tuple(members))))
         return told.state, told.quorum, told.replicas, told.members
 
-    assert found(*both, members=[replica(1, "x"), replica(2, "y")]) == ("training", 2, 2, 2)
-    assert found(*both, members=[replica(1, "x", asked=2), replica(2, "y")]) == ("training", 2, 2, 2)
-    assert found(*both, members=[replica(1, "x")]) == ("degraded", 2, 2, 1)
-    assert found(*both) == ("empty", 2, 2, 0)
-    assert found(None, None, members=[replica(1, "x")]) == ("forming", 0, 0, 1)
-    assert found(both[0], None, members=[replica(1, "x")]) == ("unreadable", 0, 0, 1)
+    assert found(both, members=[replica(1, "x"), replica(2, "y")]) == ("training", 2, 2, 2)
+    assert found(both, members=[replica(1, "x", asked=2), replica(2, "y")]) == ("training", 2, 2, 2)
+    assert found(both, members=[replica(1, "x")]) == ("degraded", 2, 2, 1)
+    assert found(both) == ("empty", 2, 2, 0)
+    assert found(None, members=[replica(1, "x")]) == ("forming", 0, 0, 1)
+    assert found(kv(both.key, b"{}"), members=[replica(1, "x")]) == ("unreadable", 0, 0, 1)

@@ -17,7 +17,7 @@ from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Etcd, Get, Put, Span, TxnResult
 from ftcoord.operator.orders import NothingThere, close_job, drain
 
-KEYS, JOB = "/ftcoord/v1", "job"
+KEYS, JOB = "/ftcoord/v2", "job"
 PREFIX = run_prefix(KEYS, JOB)
 RECORD = decided_key(PREFIX)
 

@@ -16,7 +16,6 @@ from helpers import DEADLINE, eventually
 from page_calls import page_of
 
 from ftcoord.config import EtcdConfig
-from ftcoord.dashboard import app
 from ftcoord.dashboard import server as servers
 from ftcoord.dashboard.server import PageServer
 from ftcoord.errors import ServerError
@@ -78,9 +77,9 @@ def test_a_peer_that_asks_and_reads_nothing_is_ended(monkeypatch: pytest.MonkeyP
 
 def test_a_viewer_that_reads_nothing_is_disconnected_and_its_feed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "UNREAD_TIMEOUT", 0.2)
-    monkeypatch.setattr(app, "BEAT", 0.01)
+    monkeypatch.setattr(servers, "BEAT", 0.01)
     monkeypatch.setattr(
-        app, "_event", lambda *_: "data: " + "x" * 1_000_000 + "\n\n"
+        servers, "_event", lambda *_: "data: " + "x" * 1_000_000 + "\n\n"
     )  # soon more than all buffers hold
     no_etcd = EtcdConfig.load("127.0.0.1:1", env={}, request_timeout=0.1)
     with (

@@ -527,3 +527,44 @@ def test_a_forked_child_keeps_no_socket_of_a_hidden_port() -> None:
                 assert select.select([caller], [], [], DEADLINE)[0]
         finally:
             fork.unhide_port(at[1])
+
+
+# -- other threads -----------------------------------------------------------------------------------------------------
+
+
+def test_a_port_is_quiet_only_when_its_handler_has_all_that_has_arrived(served: Served) -> None:
+    with contextlib.closing(served.line("first")) as first, contextlib.closing(served.line("second")) as second:
+        first.send("w", b"", soon())
+        assert served.handler.waits.wait(DEADLINE)
+        assert not served.port.is_quiet
+        second.send("a", b"", soon())
+        served.handler.goes_on.set()
+        eventually(lambda: served.port.is_quiet, "it has handled all")
+        assert [name for name, _ in served.handler.events()] == ["first", "second"]
+
+
+def test_what_has_arrived_and_was_not_read_is_noticed_at_once(served: Served) -> None:
+    with contextlib.closing(served.line()) as line:
+        eventually(lambda: served.port.is_quiet, "it waits")
+        for number in range(200):
+            before = len(served.handler.events())
+            line.send("a", b"%d" % number, soon())
+            if served.port.is_quiet:  # the loopback delivers before `send` returns
+                assert len(served.handler.events()) > before
+            line.receive(soon())
+
+
+def test_any_thread_sends_and_one_whose_connection_has_ended_sends_nothing(served: Served) -> None:
+    with contextlib.closing(served.line()) as line:
+        line.send("a", b"", soon())
+        line.receive(soon())
+        ((peer, _),) = served.handler.batches[0]
+        senders = [threading.Thread(target=lambda: [peer.send("x", b"y" * 1000) for _ in range(100)]) for _ in range(4)]
+        for one in senders:
+            one.start()
+        assert [line.receive(soon()) for _ in range(400)] == [("x", b"y" * 1000)] * 400
+        for one in senders:
+            one.join()
+    eventually(lambda: not peer.is_open, "it has ended")
+    peer.send("x", b"")
+    served.echoes()

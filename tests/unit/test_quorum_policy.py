@@ -9,19 +9,18 @@ from typing import TypeAlias
 import builders
 import pytest
 
-from ftcoord.coordination.address import Job
-from ftcoord.coordination.policy import HighestSeen, QuorumPolicy, QuorumUse, asking
+from ftcoord.coordination.policy import GATHERS, HighestSeen, QuorumPolicy
 from ftcoord.core import layout
+from ftcoord.core.asks import Ask, OpenAsk, Via
 from ftcoord.core.death_records import KnownCause
 from ftcoord.core.quorum import QuorumOptions
-from ftcoord.core.quorum_head import encode_quorum, parse_quorum
-from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, ReplicaRecord, encode
+from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, encode, parse_quorum
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
 from ftcoord.primitives.group.policy import View
 
-PREFIX = "/ftcoord/v1/job/quorum"
+PREFIX = "/ftcoord/v2/job/quorum"
 
 
 def view(**members: ReplicaRecord) -> View:
@@ -33,18 +32,17 @@ def view(**members: ReplicaRecord) -> View:
 
 
 def replica(name: str, asked: int, after: int = 0, heard: int = 0) -> ReplicaRecord:
-    return builders.replica(builders.request(name), asked=asked, after=after, profile="", heard=heard)
+    return builders.replica(builders.request(name), asked=asked, after=after, heard=heard)
 
 
-def quorum_of(verdict: Verdict[bytes], roster: bytes | None = None) -> QuorumRecord:
+def quorum_of(verdict: Verdict[bytes]) -> QuorumRecord:
     assert isinstance(verdict, Publish)
-    roster = next((value for _, value in verdict.puts), roster)
-    return parse_quorum(layout.decided_key(PREFIX), verdict.record, roster)
+    return parse_quorum(layout.decided_key(PREFIX), verdict.record)
 
 
 def test_a_jobs_first_quorum_has_the_number_one() -> None:
     policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen())
-    quorum = quorum_of(policy.decide(replace(view(a=replica("a", 1)), missing_at=1000), "a", 0.0))
+    quorum = quorum_of(policy.decide(view(a=replica("a", 1)), "a", 0.0))
     assert (quorum.number, quorum.id) == (1, 1)
 
 
@@ -54,29 +52,6 @@ def test_what_a_member_knew_that_is_gone_is_not_given_again() -> None:
     assert isinstance(policy.decide(view(a=replica("a", 0, after=17, heard=225), b=asking), "b", 0.0), Wait)
     quorum = quorum_of(policy.decide(view(b=asking), "b", 1.0))
     assert (quorum.number, quorum.id) == (226, 18)
-
-
-def test_a_profile_is_left_out_only_after_an_answer_and_only_once() -> None:
-    """Others may have missed the quorum that has it, and somebody may have deleted that."""
-    use = QuorumUse(Job("etcd", "", "job"), "a", lambda members: {})
-    request = replica("a", 1).request
-    seats = (QuorumSeat("a", 1, request),)
-    head, roster = encode_quorum(builders.quorum(1, seats))
-    quorum = use.parse_with_roster(layout.decided_key(PREFIX), head, roster)
-    first = use.stamp(asking(request))
-    assert not first.profile, "nothing of this replica was ever answered, whatever others of its name were told"
-    use.takes(quorum, first.asked)
-    short = use.stamp(asking(request))
-    assert short.profile
-    assert not use.stamp(short).profile, "it waits, and writes its request again"
-    second = use.stamp(asking(request))
-    assert not second.profile, "nobody has answered the one before"
-    use.takes(quorum, second.asked)
-    use.takes(quorum, short.asked)  # a call that ends late
-    last = use.stamp(asking(request))
-    assert last.profile
-    use.nobody_asks()
-    assert use.stamp(last).profile, "nobody needs a request that was answered, and beats repeat it"
 
 
 Causes: TypeAlias = Callable[[Iterable[str]], dict[str, KnownCause]]
@@ -89,13 +64,7 @@ def decider(causes: Causes) -> QuorumPolicy:
 def with_record(seen: View, decision: Verdict[bytes], at: int, version: int) -> View:
     """What a decider sees next."""
     assert isinstance(decision, Publish)
-    key = layout.decided_key(PREFIX)
-    roster = dict(decision.puts).get(layout.roster_key(key), seen.roster.value if seen.roster else b"")
-    return replace(
-        seen,
-        decided=KeyValue(key, decision.record, 9, at, version, 1),
-        roster=KeyValue(layout.roster_key(key), roster, 9, at, version, 1),
-    )
+    return replace(seen, decided=KeyValue(layout.decided_key(PREFIX), decision.record, 9, at, version, 1))
 
 
 def b_is_back(policy: QuorumPolicy) -> View:
@@ -117,8 +86,7 @@ def test_a_replica_that_died_and_is_back_is_told_with_the_decision_that_seats_it
     policy = decider(causes) if takes_over else policy
     second = policy.decide(back, "a1", 1.0)
     assert isinstance(second, Publish)
-    assert back.roster is not None
-    assert quorum_of(second, back.roster.value).id == 1
+    assert quorum_of(second).id == 1
     assert [(one.kind, one.number, one.node, one.member) for one in second.events] == [("died", 1, "b", "b1")]
     assert asked == ["b1"]
 
@@ -132,3 +100,49 @@ def test_a_death_whose_cause_etcd_does_not_tell_delays_no_quorum(problem: EtcdEr
     second = policy.decide(b_is_back(policy), "a1", 1.0)
     assert isinstance(second, Publish)
     assert not second.events
+
+
+# -- what members ask the decider itself -------------------------------------------------------------------------------
+
+
+def asked(member: str, serial: int, step: int, order: int = 1, seen_at: int = 9) -> OpenAsk:
+    """An ask that came by port."""
+    ask = Ask(member, 1, serial, 0, 0, builders.request(member[0], step=step))
+    return OpenAsk(ask, Via("p", 1), 0.0, order, seen_at, seen_at)
+
+
+def steps(verdict: Verdict[bytes]) -> dict[str, int]:
+    return {seat.member: seat.request.step for seat in quorum_of(verdict).seats}
+
+
+def test_of_a_members_asks_by_key_and_by_port_the_later_one_counts() -> None:
+    seen = view(a=replica("a", 3), b=replica("b", 0), c=replica("c", 2))
+    asks = {"a": asked("a", 2, step=7), "b": asked("b", 1, step=8), "c": asked("c", 3, step=9)}
+    policy = QuorumPolicy(PREFIX, QuorumOptions(3, 60.0), HighestSeen())
+    assert steps(policy.decide(replace(seen, asks=asks), "a", 0.0)) == {"a": 0, "b": 8, "c": 9}
+
+
+@pytest.mark.parametrize(("seen_at", "seated"), [(9, "a1"), (2, None)])
+def test_a_newer_member_hides_what_came_by_port_before_it(seen_at: int, seated: str | None) -> None:
+    """`a2` has come at revision 3, and does not ask."""
+    seen = view(a1=replica("a", 0), a2=replica("a", 0))
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen())
+    verdict = policy.decide(replace(seen, asks={"a1": asked("a1", 1, step=5, seen_at=seen_at)}), "a1", 0.0)
+    assert [seat.member for seat in quorum_of(verdict).seats] == [seated] if seated else isinstance(verdict, Wait)
+
+
+def test_of_two_asks_of_one_name_that_came_at_one_revision_the_last_one_counts() -> None:
+    seen = view(a1=replica("a", 0), a2=replica("a", 0))
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen())
+    asks = {"a1": asked("a1", 1, step=5, order=2), "a2": asked("a2", 1, step=6, order=1)}
+    assert steps(policy.decide(replace(seen, asks=asks), "a1", 0.0)) == {"a1": 5}
+
+
+def test_a_new_decider_gathers_for_as_long_as_the_last_quorum_is_large() -> None:
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 0.0), HighestSeen())
+    seen = replace(view(a=replica("a", 0), b=replica("b", 0), c=replica("c", 0)), took_at=10.0)
+    seen = replace(seen, asks={name: asked(name, 1, step=5) for name in "ab"})
+    verdict = policy.decide(seen, "a", 10.0)
+    assert isinstance(verdict, Wait)
+    assert verdict.until == pytest.approx(10.0 + GATHERS)
+    assert steps(policy.decide(seen, "a", 10.0 + GATHERS)) == {"a": 5, "b": 5}

@@ -36,7 +36,10 @@ ROUND = builders.round_(
 @pytest.fixture
 def client() -> Iterator[MemoryClient]:
     with MemoryEtcd() as etcd:
-        yield etcd.client()
+        client = etcd.client()
+        for key, value in builders.round_keys(PREFIX, ROUND).items():
+            client.put(key, value)
+        yield client
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def seen(members: Mapping[int, tuple[JoinRequest, float]], record: Round = ROUND
     ]
     since = {kv.key: at for kv, (_, at) in zip(keys, members.values(), strict=True)}
     decided = KeyValue(decided_key(PREFIX), encode(record), 9, 9, 1, 9)
-    return View(tuple(keys), since, 0.0, decided, at, False, -60.0)
+    return View(tuple(keys), since, 0.0, decided, at, -60.0)
 
 
 def test_each_that_loses_its_lease_has_its_own_time(policy: RendezvousPolicy) -> None:

@@ -46,7 +46,7 @@ def test_defaults() -> None:
         rounds=RoundOptions(last_call_timeout=30.0, settle_timeout=1.0, recall_on_loss=True, restart="failed"),
         orphans="end",
         on_spare_close="exit",
-        key_prefix="/ftcoord/v1",
+        key_prefix="/ftcoord/v2",
     )
 
 

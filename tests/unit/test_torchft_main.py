@@ -71,11 +71,12 @@ def test_a_missing_lighthouse_is_one_line(tmp_path: Path) -> None:
 
 
 SPAWNS = """
-import multiprocessing, sys
+import multiprocessing, os, sys
 import torchft._torchft  # at the top, so a child that imports this module does it first
 
 def report(number=0):
-    print("replaced" if hasattr(sys.modules["torchft._torchft"], "__ftcoord__") else "native", flush=True)
+    what = "replaced" if hasattr(sys.modules["torchft._torchft"], "__ftcoord__") else "native"
+    os.write(1, f"{what}\\n".encode())  # at once: two processes report at the same time
 
 if __name__ == "__main__":
     report()

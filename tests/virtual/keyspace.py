@@ -82,7 +82,7 @@ class KeySpace:
         then.
         """
         _check(asked)
-        succeeded = all(self._holds(compare) for compare in asked.compares)
+        succeeded = all(_fits(compare, self._kvs.get(compare.key)) for compare in asked.compares)
         ops = asked.success if succeeded else asked.failure
         for op in ops:
             if isinstance(op, Put) and op.lease and not is_lease(op.lease):
@@ -130,13 +130,6 @@ class KeySpace:
             raise RequestRefused("etcdserver: mvcc: required revision is a future revision")
         last = bisect.bisect_right(self._log, revision, key=lambda entry: entry[0])
         return _replay(self._base, self._log[:last])
-
-    def _holds(self, compare: Compare) -> bool:
-        if not compare.end:
-            return _fits(compare, self._kvs.get(compare.key))
-        start = encode_key(compare.key)
-        found: list[KeyValue | None] = [kv for key, kv in self._kvs.items() if start <= encode_key(key) < compare.end]
-        return all(_fits(compare, kv) for kv in found or [None])
 
     def _run(self, op: Op, events: list[Event]) -> RangeResult | int | None:
         if isinstance(op, Get):
@@ -197,7 +190,7 @@ def _replay(base: dict[str, KeyValue], log: Iterable[tuple[int, Sequence[Event]]
 
 
 def _select(kvs: dict[str, KeyValue], get: Get, revision: int) -> RangeResult:
-    """As etcd does it: the count is that of the span, whatever `limit` and `created_before` leave of it."""
+    """As etcd does it: the count is that of the span, whatever `limit` leaves of it."""
     if get.span.is_prefix or get.span.stop:
         found = sorted((kv for kv in kvs.values() if kv.key in get.span), key=lambda kv: encode_key(kv.key))
     else:
@@ -205,8 +198,6 @@ def _select(kvs: dict[str, KeyValue], get: Get, revision: int) -> RangeResult:
     count = len(found)
     if get.count_only:
         return RangeResult((), count, revision)
-    if get.created_before:
-        found = [kv for kv in found if kv.create_revision < get.created_before]
     if get.order != "keys":
         found.sort(key=lambda kv: kv.create_revision, reverse=get.order == "newest")
     if get.limit:

@@ -3,7 +3,7 @@ const STALE_AFTER = 15000; // milliseconds; the server sends a report every 5 s
 const MOODS = {
   good: ["running", "training", "finished", "live", "healthy"],
   busy: ["forming", "seating", "seated", "waiting", "asking", "called back", "spare", "idle", "opening", "empty"],
-  bad: ["failed", "degraded", "unreadable", "away", "refused", "unclear", "missing", "lost", "needs a look",
+  bad: ["failed", "degraded", "unreadable", "away", "refused", "missing", "lost", "needs a look",
     "leaving", "died", "expired", "closed"],
   going: ["draining"],
 };

@@ -1,43 +1,41 @@
-"""The decided record as one member knows it."""
+"""The decided record as one member knows it, and the history: events beside a decision, in the same transaction and
+under the lease of the record.
+
+Nothing depends on the history. If etcd refuses a decision with its events (space, size, permission), it is made
+without.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.core.history import HistoryEvent
-from ftcoord.core.layout import Span, decided_key, era_key, record_span, roster_key
+from ftcoord.core.history import HistoryEvent, encode
+from ftcoord.core.layout import Span, decided_key, event_key, events_span, is_event_key, record_span
 from ftcoord.core.verdict import Publish
 from ftcoord.errors import ClientClosed, EtcdError, StateError
-from ftcoord.etcd.api import (
-    Compare,
-    Delete,
-    Etcd,
-    Get,
-    KeyValue,
-    Lease,
-    Op,
-    Put,
-    TxnResult,
-    exists,
-    none_newer,
-    unchanged,
-)
-from ftcoord.etcd.retry import UNANSWERED, retry
-from ftcoord.primitives.group.events import EventLog, written_with
+from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Lease, Op, Put
+from ftcoord.etcd.retry import UNANSWERED
+from ftcoord.log_once import LogOnce
 from ftcoord.primitives.mirror import Mirror, Posted
 from ftcoord.primitives.session import KeptLease
-from ftcoord.primitives.write_once import WriteOutcome, after_put, write_attempt_timeout, write_once, write_timeout
+from ftcoord.primitives.write_once import WriteOutcome, write_once
 
 log = logging.getLogger(__name__)
 
-Listener: TypeAlias = Callable[[KeyValue | None, KeyValue | None], None]
+Listener: TypeAlias = Callable[[KeyValue | None], None]
 MOST_OPERATIONS: Final = 128
 """Operations per transaction: etcd's default limit (`--max-txn-ops`)."""
 MOST_BYTES: Final = 1 << 20
 """Bytes of the keys and values of one transaction: etcd takes 1.5 MiB (`--max-request-bytes`)."""
+
+
+_NOTHING: Final = object()
+"""What the listener received before it was called."""
 
 
 class DecidedRecord:
@@ -45,21 +43,13 @@ class DecidedRecord:
 
     Only for the group's thread, once that runs.
 
-    A record with a roster has two keys, which change in one transaction. So one watch delivers both in one batch, and
-    one read returns both at one revision: a reader never sees one without the other.
-
-    It has a third key, its era, which is written with each decision that finds no record. A decision needs the era as
-    its decider knows it. So one that comes late does not count where others have decided meanwhile, and somebody has
-    deleted that: "there is no record" holds again then, but the era is another one.
-
     Args:
         etcd: the etcd client.
         prefix: the group's prefix.
         ttl: seconds that the record outlives the last decider.
         post: takes what the mirror's watch delivers; see `Mirror`.
-        listener: called with each new value and its roster, and with None after a deletion. Raises StateError when it
-            cannot read them.
-        has_roster: whether the record has a roster.
+        listener: called with the first value and each new one, None where there is none. Raises StateError when it
+            cannot read it.
         writer: the name of this member, in the keys of events.
     """
 
@@ -72,39 +62,24 @@ class DecidedRecord:
         listener: Listener,
         *,
         writer: str,
-        has_roster: bool = False,
     ) -> None:
         self._etcd, self._prefix, self._ttl = etcd, prefix, ttl  # never change
         self._events = EventLog(etcd, prefix, writer)
-        self._roster_key = roster_key(decided_key(prefix)) if has_roster else None
-        self._era_key = era_key(prefix) if has_roster else None
         self.mirror = Mirror(etcd, record_span(prefix), post)
         """Of the office too: one watch, and one read, deliver both."""
         self._kept: KeptLease | None = None
         """The record's lease, while this member decides."""
         self.known: KeyValue | None = None
-        """The last value that the listener could read. It stays when the key is deleted."""
-        self.known_roster: KeyValue | None = None
-        """The roster of that value."""
+        """The last value that the listener could read; None while etcd has none."""
         self.known_at = concurrency.now()
         self._listener = listener
-        self._told: tuple[KeyValue | None, KeyValue | None] = None, None
+        self._told: KeyValue | object | None = _NOTHING
         self._unreadable: StateError | None = None
 
     @property
-    def vanished(self) -> bool:
-        """Whether a record was decided, but its key is gone from etcd."""
-        return self.known is not None and self.mirror.one is None
-
-    @property
-    def missing_at(self) -> int:
-        """Etcd's revision at which it had no record, as far as is known; 0 while it has one."""
-        return self.mirror.revision if self.mirror.one is None else 0
-
-    @property
-    def has_era(self) -> bool:
-        """Whether a record was ever decided, as far as etcd tells: it may be gone. False for one without a roster."""
-        return self._era is not None
+    def is_readable(self) -> bool:
+        """Whether the key holds no value that nobody may replace."""
+        return self._unreadable is None
 
     def check_readable(self) -> None:
         """Raises StateError while the key holds a value that nobody may replace."""
@@ -113,22 +88,17 @@ class DecidedRecord:
 
     def tell(self) -> None:
         """Call the listener, if there is something new."""
-        kv, roster = self.mirror.one, self._roster
-        if roster is None and kv is not None and kv == self.known:
-            roster = self.known_roster  # somebody deleted it: the next decision puts it back
-        # A deletion is only news where it ends an unreadable value. Values are compared as a whole: an etcd that lost
-        # writes gives another record the same revision.
-        if (kv is None and self._unreadable is None) or (kv is not None and (kv, roster) == self._told):
+        kv = self.mirror.one
+        if kv == self._told:  # as a whole: an etcd that lost writes gives another record the same revision
             return
-        self._told = kv, roster
+        self._told = kv
         try:
-            self._listener(kv, roster)
+            self._listener(kv)
         except StateError as error:
             self._unreadable = error
             return
         self._unreadable = None
-        if kv is not None:
-            self.known, self.known_roster, self.known_at = kv, roster, concurrency.now()
+        self.known, self.known_at = kv, concurrency.now()
 
     def keep_lease(self) -> None:
         """Keep the record's lease alive, as its decider, so that the record lives `ttl` seconds longer than its group.
@@ -163,147 +133,134 @@ class DecidedRecord:
         self.keep_lease()  # a lease of its own would take the record from what lies beside it under the same lease
         lease, current = self._lease_for_publishing(), self.mirror.one
         puts = [Put(key, value, lease) for key, value in decision.puts]
-        puts += self._roster_put_back(puts, lease) + self._era_put(lease)
         record = Put(self.mirror.span.start, decision.record, lease)
-        guards = [*guards, *self._roster_guards(), *self._era_guards()]
-        guards += [none_newer(*one) for one in decision.no_newer]
-        if current is not None:  # a restored etcd gives its revision again, to a record that is not known here
-            guards.append(Compare(record.key, "value", "=", current.value))
         also: list[Op] = [*puts, *(Delete(span) for span in decision.deletes)]
-        beside = [Put(key, value, lease) for key, value in decision.beside]
         events = self._events.ops(decision.events, lease, self.mirror.revision)
-        sized = [record, *puts, *(op for op in events if isinstance(op, Put))]
-        operations = 1 + len(also) + len(events)
-        if beside and not _fits(operations + len(beside), [*sized, *beside]):
-            refused = self._write_before(
-                beside, [unchanged(record.key, current.mod_revision if current else 0), *guards]
-            )
-            if refused is not None:
-                self._learn(refused, puts)
-                return False
-            # All of it is deleted together, so a decision that arrives late never names what is gone.
-            guards, beside = [*guards, exists(beside[0].key)], []
-        if not _fits(operations, sized):
+        if not _fits(1 + len(also) + len(events), [record, *puts, *(op for op in events if isinstance(op, Put))]):
             events = []
 
         def write(more: Sequence[Op]) -> WriteOutcome:
-            return write_once(self._etcd, record, current, guards=guards, also=[*also, *beside, *more])
+            return write_once(self._etcd, record, current, guards=guards, also=[*also, *more])
 
         outcome = written_with(events, write, self._prefix)
-        self._learn(outcome, puts)
+        self._learn(outcome)
         return outcome.done
-
-    def note(self, events: Sequence[HistoryEvent], guards: Sequence[Compare]) -> None:
-        """Add events to the history without a decision, if there is a record and the guards hold. Nothing depends on
-        it, so no problem is raised but that the client is closed."""
-        record = self.mirror.one
-        if record is None:
-            return
-        try:
-            self._etcd.txn(guards, self._events.ops(events, record.lease, self.mirror.revision))
-        except ClientClosed:
-            raise
-        except EtcdError as error:
-            log.debug("events below %s are not in the history: %s", record.key, error)
 
     def close(self) -> None:
         """Stop watching, and stop keeping the lease. Idempotent."""
         self.mirror.close()
         self.drop_lease()
 
-    # -- what lies beside ---------------------------------------------------------------------------------------
-
-    def _write_before(self, beside: Sequence[Put], guards: Sequence[Compare]) -> WriteOutcome | None:
-        """Write the keys that the record will name, as long as the record could be written. None if that was done, else
-        what was found. Raises EtcdError. It may then be repeated, and may arrive late: it always writes the same."""
-        look = Get(Span(self.mirror.span.start))
-        deadline, never = concurrency.now() + write_timeout(self._etcd), concurrency.event()
-        for batch in _batches(beside):
-
-            def once(batch: Sequence[Put] = batch) -> TxnResult:
-                return self._etcd.txn(guards, batch, [look], timeout=write_attempt_timeout(self._etcd))
-
-            result = retry(once, UNANSWERED, deadline, never)
-            if not result.succeeded:
-                return WriteOutcome(False, result.range(0).one, (), result.revision)
-        return None
-
-    # -- the roster ---------------------------------------------------------------------------------------------
-
-    @property
-    def _roster(self) -> KeyValue | None:
-        return None if self._roster_key is None else self.mirror.kvs.get(self._roster_key)
-
-    def _roster_guards(self) -> list[Compare]:
-        """A decision belongs to the roster that its decider knows, so nobody else may have written the roster."""
-        if self._roster_key is None:
-            return []
-        return [unchanged(self._roster_key, self._roster.mod_revision if self._roster else 0)]
-
-    def _roster_put_back(self, puts: Sequence[Put], lease: int) -> list[Put]:
-        """A put of the known roster, for a decision that does not change it, if etcd would not keep it as long as the
-        record: because somebody deleted it, or the record gets another lease."""
-        known, now = self.known_roster, self._roster
-        if known is None or any(put.key == known.key for put in puts):
-            return []
-        if now is not None and (now.value, now.lease) == (known.value, lease):
-            return []
-        return [Put(known.key, known.value, lease)]
-
-    # -- the era ------------------------------------------------------------------------------------------------
-
-    @property
-    def _era(self) -> KeyValue | None:
-        return None if self._era_key is None else self.mirror.kvs.get(self._era_key)
-
-    def _era_guards(self) -> list[Compare]:
-        """Nobody else may have begun an era since."""
-        return [] if self._era_key is None else [unchanged(self._era_key, self._era.mod_revision if self._era else 0)]
-
-    def _era_put(self, lease: int) -> list[Put]:
-        """A put of the era, for a decision that begins one, or where etcd would not keep it as long as the record."""
-        if self._era_key is None or (self.mirror.one and self._era and self._era.lease == lease):
-            return []
-        return [Put(self._era_key, b"", lease)]
-
     # -- what a transaction found -------------------------------------------------------------------------------
 
-    def _learn(self, outcome: WriteOutcome, puts: Sequence[Put]) -> None:
-        """Take over what a transaction wrote, or found under the key. The watch will not repeat it."""
-        kv = outcome.kv
-        if not outcome.done:  # what it found is only a part of it
+    def _learn(self, outcome: WriteOutcome) -> None:
+        """Take over what a transaction wrote, or found. The watch will not repeat it."""
+        if not outcome.done or outcome.kv is None:  # what it found is only a part of it
             self.mirror.adopt(self._etcd.range(Get(self.mirror.span)))
             self.tell()
             return
-        if kv is not None:
-            mine = [put for put in puts if put.key in self.mirror.span]
-            self.mirror.learn(kv, *(after_put(put, self.mirror.kvs.get(put.key), kv.mod_revision) for put in mine))
-            self.tell()
-        if self.mirror.one != kv:  # etcd has lost what the mirror has: read again
-            self.mirror.doubt()
-
-
-# Keys beside a record that is too large for one key mean something only through the record that names them. So it does
-# not matter in which order they are written, nor how many there are at a time, as long as all exist when the record
-# does.
+        self.mirror.learn(outcome.kv)
+        self.tell()
+        if self.mirror.one != outcome.kv:  # etcd has lost what the mirror has: read again
+            self.mirror.forget()
 
 
 def _fits(operations: int, puts: Sequence[Put]) -> bool:
     """Whether etcd takes a transaction of so many operations, with these puts among them."""
-    return operations <= MOST_OPERATIONS and _size(puts) <= MOST_BYTES
+    return operations <= MOST_OPERATIONS and sum(len(put.key) + len(put.value) for put in puts) <= MOST_BYTES
 
 
-def _batches(puts: Sequence[Put]) -> Iterator[list[Put]]:
-    """The puts in order, in parts that each fit into one transaction."""
-    batch: list[Put] = []
-    for put in puts:
-        if batch and not _fits(len(batch) + 1, [*batch, put]):
-            yield batch
-            batch = []
-        batch.append(put)
-    if batch:
-        yield batch
+# -- the history ------------------------------------------------------------------------------------------------------
+
+_refusals: Final = LogOnce(log)
+"""Of any thread: at worst, one of them repeats a line."""
+
+KEPT_EVENTS: Final = 300
+"""The most events of one run, or of one job's quorums. The oldest are deleted first."""
+READ_TIMEOUT: Final = 1.0
+"""Seconds that a read for the history alone may take."""
 
 
-def _size(puts: Sequence[Put]) -> int:
-    return sum(len(put.key) + len(put.value) for put in puts)
+def event_puts(prefix: str, events: Sequence[HistoryEvent], lease: int, *, revision: int, writer: str) -> list[Put]:
+    """The operations that write these events.
+
+    Args:
+        prefix: the prefix of the group whose history it is.
+        lease: that of the group's record.
+        revision: etcd's highest known revision.
+        writer: a name that is unique to these events.
+    """
+    return [Put(event_key(prefix, revision, writer, at), encode(one), lease) for at, one in enumerate(events)]
+
+
+def written_with(events: Sequence[Op], write: Callable[[Sequence[Op]], WriteOutcome], prefix: str) -> WriteOutcome:
+    """Have `write` make its transaction with these operations; once more without them, if etcd refuses it.
+
+    Raises what `write` raises.
+    """
+    try:
+        return write(events)
+    except (*UNANSWERED, ClientClosed):
+        raise
+    except EtcdError as error:
+        if not events:
+            raise
+        refused = error
+    outcome = write(())
+    _refusals.say(f"etcd takes no history below {prefix}, so the job runs on without one: {refused}")
+    return outcome
+
+
+class EventLog:
+    """What one decider adds to a history, and the bound of that. Not thread-safe.
+
+    Args:
+        etcd: the etcd client.
+        prefix: the group's prefix.
+        writer: a unique name, such as a member id.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str, writer: str) -> None:
+        self._etcd, self._prefix, self._writer = etcd, prefix, writer  # never change
+        self._calls = itertools.count()
+        self._keys: list[str] | None = None
+        """The known keys of the history, in order; None before the first event."""
+
+    def ops(self, events: Sequence[HistoryEvent], lease: int, revision: int) -> list[Op]:
+        """The operations that add these events to a transaction and delete the oldest. The first time costs a read."""
+        if not events:
+            return []
+        if self._keys is None:
+            self._keys = self._existing()
+        puts = event_puts(self._prefix, events, lease, revision=revision, writer=f"{self._writer}-{next(self._calls)}")
+        known = [*self._keys, *(put.key for put in puts)]
+        self._keys = known[-KEPT_EVENTS:]
+        too_many = len(known) > KEPT_EVENTS
+        return [*puts, Delete(Span(events_span(self._prefix).start, stop=self._keys[0]))] if too_many else [*puts]
+
+    def _existing(self) -> list[str]:
+        get = Get(events_span(self._prefix), limit=2 * KEPT_EVENTS, keys_only=True, order="newest")
+        try:
+            found = self._etcd.range(get, timeout=READ_TIMEOUT).kvs
+        except EtcdError as error:
+            log.debug("the history below %s cannot be read: %s", self._prefix, error)
+            return []
+        return sorted(kv.key for kv in found if is_event_key(kv.key))
+
+
+def ordered(etcd: Etcd, prefix: str, what: str, *, target: str, by: str) -> list[Put]:
+    """The operations that record, in a transaction, what somebody does by hand; none where nothing was decided yet.
+
+    Args:
+        prefix: the prefix of the group whose history it is.
+        what: in one line, with the target's name and the reason.
+        target: the node or replica that it is about; empty for all.
+        by: who does it.
+
+    Raises EtcdError.
+    """
+    record = etcd.range(Get(Span(decided_key(prefix)))).one
+    if record is None:
+        return []
+    event = HistoryEvent("ordered", 0, target, "", what, by=by, wall_ms=int(concurrency.wall() * 1000))
+    return event_puts(prefix, [event], record.lease, revision=record.mod_revision, writer=uuid.uuid4().hex)

@@ -1,8 +1,7 @@
-"""A member's own key in its group: written when the member asks for something, and put back when etcd has lost it."""
+"""A member's own key in its group: written when the member asks for something. Without it there is no member (G5)."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,13 +11,11 @@ from ftcoord.errors import EtcdUnavailable, LeaseLost
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span, is_member
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.session import Session
-from ftcoord.primitives.write_once import WriteOutcome, write_once, write_timeout
-
-log = logging.getLogger(__name__)
+from ftcoord.primitives.write_once import WriteOutcome, write_once
 
 
 class MemberLost(LeaseLost):
-    """The lease of this member's own key is gone, and the membership with it."""
+    """This member's own key is gone, or is not what it wrote: that is a lost lease, whatever the lease says (G5)."""
 
 
 class MemberKey:
@@ -38,10 +35,8 @@ class MemberKey:
         """Held during a write, so that the next one knows what it replaces."""
         self.kv: KeyValue | None = None  # guarded by _writing; read anywhere
         """Its value, as far as is known; None before the member joined."""
-        self._sent = b""  # guarded by _writing
-        """The value that was sent last. etcd may have it, though its answer was lost."""
-        self.doubted = False  # only the group's thread
-        """Whether etcd may have lost it: `restore` then checks."""
+        self._sent: tuple[bytes, ...] = ()  # the same
+        """The values that were sent since then. etcd may have any of them: their answers were lost."""
 
     def put(
         self, value: bytes, within: TimeLimit, first_reads: Sequence[Get], also: Sequence[Put] = ()
@@ -52,7 +47,7 @@ class MemberKey:
         """
         put = Put(self.key, value, self._session.lease_id)
         with self._turn(within):
-            self._sent = value
+            self._sent = *self._sent, value
             reads = first_reads if self.kv is None else ()
             outcome = write_once(self._etcd, put, self.kv, also=also, reads=reads, timeout=within.left())
             if not outcome.done and outcome.kv is not None and outcome.kv.lease == put.lease:
@@ -60,36 +55,21 @@ class MemberKey:
                 outcome = write_once(self._etcd, put, outcome.kv, also=also, reads=reads, timeout=within.left())
             if not outcome.done:
                 raise LeaseLost(f"this member's key {self.key} is gone, or somebody else wrote it: join again")
-            self.kv = outcome.kv
+            self.kv, self._sent = outcome.kv, ()
             return outcome
 
-    def restore(self) -> None:
-        """Put the key back if etcd has lost it: in an outage, because somebody deleted it, or because etcd was restored
-        from a backup, which may have an earlier value of it.
+    def check(self) -> None:
+        """Compare it with etcd's. Raises MemberLost, and EtcdError.
 
-        Values tell that, and revisions do not: the backup's may be higher than what was written after another restore.
-        A resting member asks for nothing, so its key is not put back, and its membership is over.
-
-        Raises MemberLost when its lease is gone or rests, and EtcdError.
+        By values: after a restore of etcd from a backup revisions say nothing.
         """
-        with self._turn(TimeLimit(write_timeout(self._etcd))):
-            mine, now = self.kv, self._etcd.range(Get(Span(self.key))).one
-            if mine is None:
-                return
-            if now is not None and is_member(now) and now.value in (mine.value, self._sent):
-                self.kv = now
-                return
-            if self._session.rests:
-                raise MemberLost(f"the key {self.key} is gone, and its member rests")
-            put = Put(self.key, mine.value, self._session.lease_id)
-            try:
-                outcome = write_once(self._etcd, put, now)
-            except LeaseLost as error:  # the key went with it, as it should
-                raise MemberLost(str(error)) from None
-            if outcome.done:  # else somebody wrote it meanwhile, and the next check finds that
-                self.kv = outcome.kv
-                # Only now: most keys that are gone are those of members that leave just then.
-                log.warning("etcd had lost what member %x asked for: it has it again", self._session.lease_id)
+        before = self.kv, self._sent
+        now = self._etcd.range(Get(Span(self.key))).one
+        kv, sent = before
+        if kv is None or (self.kv, self._sent) != before:  # written meanwhile: etcd has just compared it
+            return
+        if now is None or not is_member(now) or now.value not in (kv.value, *sent):
+            raise MemberLost(f"this member's key {self.key} is gone, or somebody else wrote it: it joins again")
 
     @contextmanager
     def _turn(self, within: TimeLimit) -> Iterator[None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from ftcoord import concurrency
+from ftcoord.core.layout import KEY_PREFIX, OLDER_KEY_PREFIX, members_span
 from ftcoord.core.lease import SessionState
 from ftcoord.errors import (
     ClientClosed,
@@ -20,11 +21,12 @@ from ftcoord.errors import (
     ThreadFailed,
     ThreadNotStarted,
 )
-from ftcoord.etcd.api import Etcd, KeyValue, Put
+from ftcoord.escaping import neutral
+from ftcoord.etcd.api import Etcd, Get, KeyValue, Put
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.primitives.group.group import Group
 from ftcoord.primitives.group.member_key import MemberLost
-from ftcoord.primitives.group.policy import Policy
+from ftcoord.primitives.group.policy import Desk, Policy
 from ftcoord.primitives.group.use import Use
 from ftcoord.primitives.session import Session
 
@@ -49,13 +51,13 @@ class Membership(Generic[R]):
         etcd: the etcd client.
         prefix: the group's prefix.
         policy: decides while this member is the decider.
-        parse: parses the decided record: `parse(key, value, roster)`, with None if there is no roster.
+        parse: parses the decided record: `parse(key, value)`.
         changed: notified when `record`, `problem`, `failure` or `lost` may have changed. It guards them.
         ttl: the lease's TTL, in seconds.
         record_ttl: seconds that the decided record outlives the last decider.
         within: how long taking the lease and beginning the watch may take.
         rank: returns this member's place in a record; None without one.
-        has_roster: see `Group`.
+        desk: where members ask, beside their keys.
         dies_with_process: see `ParticipantOptions`.
         was: the ids of the participant's earlier incarnations; see `Session`.
         lost: called when the lease is lost, on the keep-alive thread or the group's; must not block. Not called for a
@@ -69,21 +71,23 @@ class Membership(Generic[R]):
         etcd: Etcd,
         prefix: str,
         policy: Policy,
-        parse: Callable[[str, bytes, bytes | None], R],
+        parse: Callable[[str, bytes], R],
         changed: concurrency.Condition,
         *,
         ttl: int,
         record_ttl: int,
         within: TimeLimit,
         rank: Callable[[R | None], int | None] = lambda record: None,
-        has_roster: bool = False,
+        desk: Desk | None = None,
         dies_with_process: bool = True,
         was: Sequence[str] = (),
         lost: Callable[[], object] = lambda: None,
     ) -> None:
         self.record: R | None = None
-        """The last decided record that could be read."""
+        """The last decided record that could be read; None where etcd has none."""
         self._record_kv: KeyValue | None = None  # guarded by _changed, as the record is
+        self.has_read = False
+        """Whether it has read that since it joined."""
         self.problem: StateError | None = None
         """Why the record cannot be read now."""
         self.failure: EtcdError | ThreadFailed | None = None
@@ -104,8 +108,10 @@ class Membership(Generic[R]):
             self._on_decided,
             failed=self._on_failure,
             rank=lambda: rank(self.record),
-            has_roster=has_roster,
+            desk=desk,
         )
+        self.may_ask = False  # guarded by Participant._writing
+        """Whether its key asks, as far as is known: a write of it may be on its way."""
         self.id = self.group.id
         self._heed_session()
         try:
@@ -133,6 +139,21 @@ class Membership(Generic[R]):
     def entered(self) -> bool:
         """Whether it has a key in the group."""
         return self.group.entered
+
+    @property
+    def since(self) -> int:
+        """etcd's revision at which its key was created; 0 before that."""
+        return self.group.said.create_revision if self.group.said else 0
+
+    def answered(self, value: bytes, revision: int, lease: int) -> None:
+        """The decider has answered this member itself, with this record."""
+        self.group.heard_at = concurrency.now()
+        with contextlib.suppress(StateError):  # whoever waits learns of it
+            self._on_decided(KeyValue(self.record_key, value, revision, revision, 1, lease))
+
+    def gone(self) -> None:
+        """The decider does not find this member's key."""
+        self._on_failure(MemberLost(f"this member's key {self.group.key} is gone: it joins again"))
 
     def enter(self, value: bytes, within: TimeLimit, also: Sequence[Put] = ()) -> None:
         """Join, or ask for something else, and write `also` in the same transaction.
@@ -215,9 +236,9 @@ class Membership(Generic[R]):
             self.orphan()
             self._on_lost()
 
-    def _on_decided(self, kv: KeyValue | None, roster: KeyValue | None) -> None:
+    def _on_decided(self, kv: KeyValue | None) -> None:
         try:
-            record = self._parse(kv.key, kv.value, roster.value if roster else None) if kv else self.record
+            record = self._parse(kv.key, kv.value) if kv else None
         except StateError as error:
             log.warning("%s", error)
             with self._changed:
@@ -225,9 +246,7 @@ class Membership(Generic[R]):
                 self._changed.notify_all()
             raise
         with self._changed:
-            self.record, self.problem = record, None
-            if kv is not None:  # else it was deleted: the last one still counts, and its lease may live
-                self._record_kv = kv
+            self.record, self._record_kv, self.problem, self.has_read = record, kv, None, True
             self._changed.notify_all()
 
 
@@ -360,17 +379,19 @@ class Incarnations(Generic[R, A]):
         use, options = self._use, self._options
         with self._changed:
             was = tuple(self.ids[-BURIED_AS:])
+        if not was:
+            _look_for_older(self._etcd, use.prefix, within)
         member = Membership(
             self._etcd,
             use.prefix,
             use.policy(),
-            use.parse_with_roster,
+            use.parse,
             self._changed,
             ttl=options.lease_ttl,
             record_ttl=options.record_ttl,
             within=within,
             rank=self._rank,
-            has_roster=use.has_roster,
+            desk=use.desk(),
             dies_with_process=options.dies_with_process,
             was=was,
             lost=self._lost,
@@ -398,3 +419,22 @@ class Incarnations(Generic[R, A]):
     def _give_up(self, member: Membership[R], within: TimeLimit) -> None:
         """A member can be lost while its lease lives on: the others would wait for it, or for what it decides."""
         member.leave(within.left(TAKE_BACK_TIMEOUT))
+
+
+def _look_for_older(etcd: Etcd, prefix: str, within: TimeLimit) -> None:
+    """Log if members of an older release take part under this name: neither these nor those would know of the others.
+    Under a `key_prefix` of the user's they have the same keys, which say so themselves."""
+    if not prefix.startswith(f"{KEY_PREFIX}/"):
+        return
+    older = members_span(prefix.replace(KEY_PREFIX, OLDER_KEY_PREFIX, 1))
+    try:
+        found = etcd.range(Get(older, limit=1, keys_only=True), timeout=within.left()).kvs
+    except EtcdError as error:  # such as a user who may not read there
+        log.debug("cannot look for members of an older release: %s", error)
+        return
+    if found:
+        log.warning(
+            "%s is a member of an older release of ftcoord, which takes no part in %s: use one release in all of a job",
+            neutral(found[0].key),
+            prefix,
+        )

@@ -21,6 +21,7 @@ from ftcoord.core.lease import LeaseTimes
 from ftcoord.core.office import OfficeRecord, encode_office, first_try, is_vacant, next_try
 from ftcoord.errors import EtcdError, LeaseLost
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Lease, Put
+from ftcoord.primitives.group.policy import Desk
 from ftcoord.primitives.mirror import Mirror
 from ftcoord.primitives.sentinel import SentinelFor
 from ftcoord.primitives.session import INTRODUCED_AFTER
@@ -42,16 +43,31 @@ class Office:
         ttl: of the office's lease, in seconds.
         record: the mirror that has `decided` and `decider`.
         rank: returns this member's place in the last record; None without one.
+        desk: where members ask who holds the office.
+        wake: called on any thread when somebody has asked there.
     """
 
     def __init__(
-        self, etcd: Etcd, prefix: str, member: str, *, ttl: int, record: Mirror, rank: Callable[[], int | None]
+        self,
+        etcd: Etcd,
+        prefix: str,
+        member: str,
+        *,
+        ttl: int,
+        record: Mirror,
+        rank: Callable[[], int | None],
+        desk: Desk,
+        wake: Callable[[], None],
     ) -> None:
         self._etcd, self._member, self._ttl, self._record, self._rank = etcd, member, ttl, record, rank
-        self._key = decider_key(prefix)
+        self._key, self._desk, self._wake = decider_key(prefix), desk, wake
         self._sentinel = SentinelFor.of(etcd.config, "", ())
         self._lease: Lease | None = None
         """Granted for the office; it may not be taken yet."""
+        self._value = b""
+        """What to write under that lease. Nobody else writes the same."""
+        self.took_at = -math.inf
+        """When this member took the office last."""
         self._times = LeaseTimes(0.0, 0.0)
         self._held: KeyValue | None = None
         """The key, while this member holds the office as far as it knows."""
@@ -97,8 +113,12 @@ class Office:
             return math.inf
         if now < self._tries_at:
             return self._tries_at
+        try:
+            self._take(found)
+        except EtcdError:  # nobody else was faster
+            self._tries_at = now + first_try(self._rank(), random.random())
+            raise
         self._tries_at = now + next_try(self._rank(), random.random())
-        self._take(found)
         return now  # and decide, or look who does
 
     def introduce(self) -> None:
@@ -108,6 +128,7 @@ class Office:
     def give_up(self) -> None:
         """Have others decide from now on. Idempotent; does not raise if etcd is unreachable: the lease expires."""
         self._held = None
+        self._desk.close()  # first: who asked here asks the next one then
         lease, self._lease = self._lease, None
         if lease is not None:
             with suppress(EtcdError):
@@ -120,10 +141,11 @@ class Office:
             sent_at = concurrency.now()
             self._lease = self._etcd.grant(self._ttl)
             self._times = LeaseTimes(sent_at, self._lease.ttl)
-        value = encode_office(OfficeRecord(self._member, uuid.uuid4().hex))
+            key = uuid.uuid4().hex
+            self._value = encode_office(OfficeRecord(self._member, self._desk.open(key), key))
         try:
             outcome = write_once(
-                self._etcd, Put(self._key, value, self._lease.id), found, reads=(Get(self._record.span),)
+                self._etcd, Put(self._key, self._value, self._lease.id), found, reads=(Get(self._record.span),)
             )
         except LeaseLost:
             self._lose("its lease ended")
@@ -136,6 +158,8 @@ class Office:
 
     def _hold(self, kv: KeyValue) -> None:
         self._held, self._renew_at, self._was_filled = kv, self._times.renew_at(), True
+        self.took_at = concurrency.now()
+        self._desk.serve(self._wake)
         self._introduce_at = self._began + INTRODUCED_AFTER  # with the member's lease, or now
 
     def _keep(self, now: float) -> float:
@@ -165,6 +189,7 @@ class Office:
     def _lose(self, why: str) -> None:
         log.debug("member %s decides no longer: %s", self._member, why)
         self._held = None
+        self._desk.close()
         lease, self._lease = self._lease, None
         if lease is not None:
             self._drop(lease)

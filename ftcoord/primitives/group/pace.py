@@ -45,11 +45,6 @@ class Pace(Protocol[R, A]):
     def gone(self) -> concurrency.Event:
         """Set when the caller has gone away: writes are then given up at once."""
 
-    @property
-    def crowd(self) -> int:
-        """How many members may wait together with this one, as far as is known. The more, the less often each repeats
-        its checks."""
-
     def see(self, look: Look[R, A]) -> Standing:
         """Note where the member stands, before anything is done about it. Called with a lock held: must not block.
         Returns PENDING for a standing that this call chooses to wait through, else the standing."""
@@ -59,30 +54,3 @@ class Pace(Protocol[R, A]):
 
     def tick(self, look: Look[R, A]) -> None:
         """Do what is due from time to time. Raises the error that ends the call, such as TimeoutError."""
-
-
-class UntilDeadline(Generic[R, A]):
-    """The pace of a call that only waits.
-
-    Args:
-        timeout: seconds; None waits forever.
-        what: what the call waits for, for the error.
-    """
-
-    crowd = 1
-
-    def __init__(self, timeout: float | None, what: str) -> None:
-        self.deadline = math.inf if timeout is None else concurrency.now() + timeout
-        self.gone = concurrency.event()
-        self._what = what
-
-    def see(self, look: Look[R, A]) -> Standing:
-        return look.standing
-
-    def wake_at(self, standing: Standing) -> float:
-        return min(self.deadline, signals_at())
-
-    def tick(self, look: Look[R, A]) -> None:
-        """Raises TimeoutError."""
-        if concurrency.now() >= self.deadline:
-            raise TimeoutError(f"{self._what}: not in time")

@@ -1,4 +1,4 @@
-"""Values of keys, each parsed once."""
+"""The values of members, each parsed once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Naming(Protocol):
@@ -22,21 +21,6 @@ class Naming(Protocol):
 
 
 M = TypeVar("M", bound=Naming)
-
-
-class ParsedKey(Generic[T]):
-    """The value of one key, as parsed by `parse(key, value)`."""
-
-    def __init__(self, parse: Callable[[str, bytes], T]) -> None:
-        self._parse = parse
-        self._known: tuple[KeyValue, T] | None = None
-
-    def of(self, kv: KeyValue) -> T:
-        """The parsed value. Raises what `parse` raises."""
-        # Not by its revision: an etcd that lost writes gives the same revision to others.
-        if self._known is None or (self._known[0].value, self._known[0].key) != (kv.value, kv.key):
-            self._known = (kv, self._parse(kv.key, kv.value))
-        return self._known[1]
 
 
 class ParsedKeys(Generic[M]):

@@ -33,14 +33,10 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 A = TypeVar("A")
 
-KEY_CHECK_INTERVAL: Final = 10.0
-"""Seconds between two looks of a member that waits at whether its key is still there."""
 FIRST_UNANSWERED: Final = 2.0
 """Seconds without an answer after which a call logs that etcd does not answer: a new leader takes less."""
 LINE_INTERVAL: Final = 30.0
 """Seconds between two such lines of a call."""
-KEY_CHECKS_PER_SECOND: Final = 50
-"""Such looks that all members that wait together have in a second: of a large crowd each looks less often."""
 _REPEATED: Final = (*UNANSWERED, LeaseLost)
 
 
@@ -126,9 +122,8 @@ class Participant(Generic[R, A]):
         """
         with self._incarnations.counted():
             asked = self.say(ask, pace.deadline, pace.gone)
-            check_at = self._next_check(pace)
             while True:
-                outlook, look = self._await(asked, pace, check_at)
+                outlook, look = self._await(asked, pace)
                 if look.standing is Standing.LOST and self._options.renews:
                     pace.tick(look)  # first: a lease that is lost again and again must not outlast the deadline
                     self._say_again(pace)
@@ -140,9 +135,6 @@ class Participant(Generic[R, A]):
                     asked = self._follow(outlook.ask or asked, pace.deadline, pace.gone)
                 else:
                     pace.tick(look)
-                    if concurrency.now() >= check_at:
-                        self._check()
-                        check_at = self._next_check(pace)
 
     def reaffirm(self, ask: A, pace: Pace[R, A]) -> None:
         """Write `ask`, which was said before, once more: for a `pace`'s tick. Not through another lease: whoever asks
@@ -174,10 +166,13 @@ class Participant(Generic[R, A]):
             if not member.entered:
                 self.leave(within.left())
                 return False
+            if not member.may_ask and death is None:
+                return True
             self._said = self._use.stamp(ask)
             lease, value = member.record_lease, encode(death) if death is not None else b""
             keys = [death_key(self._use.prefix, one) for one in self.ids[-BURIED_AS:]] if death and lease else []
             member.enter(self._use.encode(self._said), within, [Put(key, value, lease) for key in keys])
+            member.may_ask = False
             return True
         except EtcdError as error:
             log.info("what member %s asked was not taken back: %s", member.id, error)
@@ -185,8 +180,8 @@ class Participant(Generic[R, A]):
         finally:
             self._writing.release()
 
-    def touch(self, first: A, deadline: float, *, by_writing: bool) -> None:
-        """Show that this member lives: by renewing its lease once, or `by_writing` again what it asks. Joins where that
+    def touch(self, first: A, deadline: float, *, again: bool) -> None:
+        """Show that this member lives: by renewing its lease once, or by asking `again` what it asks. Joins where that
         is needed, with `first` if it never asked. Raises as `say` does.
         """
 
@@ -194,9 +189,9 @@ class Participant(Generic[R, A]):
 
         def once() -> None:
             member = self._incarnations.live(within)
-            if by_writing or not member.entered:
+            if again or not member.entered:
                 self._said = self._use.stamp(first if self._said is None else self._said)
-                member.enter(self._use.encode(self._said), within)
+                self._put(member, within)
                 return
             try:
                 member.session.renew(within.left())
@@ -310,30 +305,33 @@ class Participant(Generic[R, A]):
         retry(once, _REPEATED, deadline, gone)
 
     def _write(self, within: TimeLimit) -> None:
-        assert self._said is not None
-        self._incarnations.live(within).enter(self._use.encode(self._said), within)
+        self._put(self._incarnations.live(within), within)
+
+    def _put(self, member: Membership[R], within: TimeLimit) -> None:
+        """Ask what was said: one way at a time. Else a key that was written late might ask what was given up."""
+        said, use = self._said, self._use
+        assert said is not None
+        if not use.is_by_key(said):
+            if not member.entered or member.may_ask:
+                member.enter(use.encode(use.resting(said)), within)
+                member.may_ask = False
+            member.group.watch_record(False)
+            if use.call(said, member):
+                return
+        member.group.watch_record(True)
+        member.may_ask = True
+        member.enter(use.encode(said), within)
 
     def _write_as_it_is(self, within: TimeLimit) -> None:
         """Through no other lease."""
         member = self.member
         if member is None or member.lost or self._incarnations.stopped:
             raise LeaseLost("the lease of this member is lost")
-        assert self._said is not None
-        member.enter(self._use.encode(self._said), within)
+        self._put(member, within)
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _next_check(self, pace: Pace[R, A]) -> float:
-        """When to look at the member's key."""
-        return concurrency.now() + max(KEY_CHECK_INTERVAL, pace.crowd / KEY_CHECKS_PER_SECOND)
-
-    def _check(self) -> None:
-        """Have this member's key put back if it is gone, though its lease is not. Also tells a closed client."""
-        member = self.member
-        if member is not None:
-            member.group.check()
-
-    def _await(self, asked: A, pace: Pace[R, A], check_at: float) -> tuple[Outlook[A], Look[R, A]]:
+    def _await(self, asked: A, pace: Pace[R, A]) -> tuple[Outlook[A], Look[R, A]]:
         """What there is to do: the outlook, and what it is about."""
         with self._changed:
             while True:
@@ -346,7 +344,7 @@ class Participant(Generic[R, A]):
                     look = replace(look, standing=standing)
                 if outlook.next is not Next.WAIT:
                     return outlook, look
-                left = min(pace.wake_at(look.standing), check_at) - concurrency.now()
+                left = pace.wake_at(look.standing) - concurrency.now()
                 if left <= 0:
                     return outlook, look
                 self._changed.wait(min(left, concurrency.LONGEST_WAIT))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from ftcoord.core.asks import OpenAsk
+from ftcoord.core.office import OfficeRecord
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
@@ -26,15 +29,13 @@ class View:
         members: the live members' keys, oldest first.
         seen: for each key, when its present value was first seen.
         changed_at: when a member last came, changed or went.
-        decided: the decided record, even if its key has `vanished` from etcd since.
+        decided: the decided record; None while etcd has none.
         decided_at: when it was first seen.
         read_at: when all members were last read. Values seen by that read may be arbitrarily old; values seen later had
             just been written.
-        roster: the roster of the record, in a use that has one.
-        departed: the last values, by key, of members that were seen alive and are gone; of a limited number.
         revision: etcd's revision up to which all members were seen.
-        missing_at: etcd's revision at which it had no decided record; 0 while it has one.
-        has_era: whether a record was ever decided, as far as etcd tells; only in a use that has a roster.
+        asks: what members ask that asked the decider itself, by member; see `Desk`.
+        took_at: when this decider took the office.
     """
 
     members: tuple[KeyValue, ...]
@@ -42,13 +43,56 @@ class View:
     changed_at: float
     decided: KeyValue | None
     decided_at: float
-    vanished: bool
     read_at: float
-    roster: KeyValue | None = None
-    departed: Mapping[str, KeyValue] = field(default_factory=dict)
     revision: int = 0
-    missing_at: int = 0
-    has_era: bool = False
+    asks: Mapping[str, OpenAsk] = field(default_factory=dict)
+    took_at: float = -math.inf
+
+
+class Desk:
+    """Where members ask the decider itself. This one is for groups whose members only write their keys: it has no port.
+
+    One for each member, which may take the office at any time. For the group's thread.
+    """
+
+    has_port = False
+    """Whether members may ask the decider itself: then they watch the decided record only while they do not."""
+    changes = 0
+    """How often that which is asked changed, or may have."""
+
+    def open(self, key: str) -> str:
+        """Listen, before the office is taken that is to have this key. Returns the address for `decider`; empty if
+        nobody can ask here."""
+        return ""
+
+    def serve(self, wake: Callable[[], None]) -> None:
+        """The office is taken: receive what is asked. `wake` is called on any thread when there is something new."""
+
+    def close(self) -> None:
+        """The office is lost, or another member was faster. Idempotent."""
+
+    def office_is(self, office: OfficeRecord | None, revision: int, *, anew: bool) -> None:
+        """Who decides, as this member's watch has it, since this revision of etcd. `anew`: this member has just joined,
+        or etcd was restored (G5), so it counts whatever was known at a higher revision."""
+
+    def has_all(self) -> bool:
+        """Whether all that has arrived is in `asks`. If not, `wake` is called when it is, and then this is True once:
+        nobody may be counted who has withdrawn or gone."""
+        return True
+
+    def catches_up(self, revision: int) -> float:
+        """Until when to decide nothing by the members at this revision, since somebody asks that came after it."""
+        return -math.inf
+
+    def asks(self, alive: Collection[str], revision: int) -> Mapping[str, OpenAsk]:
+        """What counts, if these are the members at this revision."""
+        return {}
+
+    def decided(self, record: KeyValue | None) -> None:
+        """Answer whom this record answers; it is in etcd."""
+
+    def waits(self, reason: str) -> None:
+        """Nothing is decided, for this reason."""
 
 
 class Policy(Protocol):

@@ -5,14 +5,32 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ftcoord.core.verdict import Outlook
 from ftcoord.etcd.api import KeyValue
-from ftcoord.primitives.group.policy import Policy
+from ftcoord.primitives.group.policy import Desk, Policy
 
 R = TypeVar("R")
 A = TypeVar("A")
+
+
+class Asking(Protocol):
+    """A member that asks the decider itself. Its methods may be called from any thread."""
+
+    @property
+    def id(self) -> str:
+        """The member's id."""
+
+    @property
+    def since(self) -> int:
+        """etcd's revision at which its key was created."""
+
+    def answered(self, value: bytes, revision: int, lease: int) -> None:
+        """A record was decided: its value in etcd, its revision, and the lease that it is attached to."""
+
+    def gone(self) -> None:
+        """Its key is gone (G5)."""
 
 
 class Use(abc.ABC, Generic[R, A]):
@@ -30,16 +48,13 @@ class Use(abc.ABC, Generic[R, A]):
     def policy(self) -> Policy:
         """The decider's half, for a new member."""
 
-    has_roster: ClassVar[bool] = False
-    """Whether the decided record has a second key, its roster: for what seldom changes, among the policy's `puts`."""
+    def desk(self) -> Desk:
+        """Where a new member is asked when it decides, and learns who does."""
+        return Desk()
 
     @abc.abstractmethod
     def parse(self, key: str, value: bytes) -> R:
         """Parse the decided record. Raises StateError."""
-
-    def parse_with_roster(self, key: str, value: bytes, roster: bytes | None) -> R:
-        """Parse the decided record with its roster, for a use that has one. Raises StateError."""
-        return self.parse(key, value)
 
     def part_of(self, record: R, me: str) -> str | None:
         """The key beside the record that concerns the member `me`; None if everything about it is known. Called when
@@ -58,6 +73,19 @@ class Use(abc.ABC, Generic[R, A]):
     @abc.abstractmethod
     def encode(self, ask: A) -> bytes:
         """The value of the member's key while it asks this."""
+
+    def is_by_key(self, ask: A) -> bool:
+        """Whether the member's key must have this ask: there is no other way to the decider now. Called right before it
+        is written."""
+        return True
+
+    def resting(self, ask: A) -> A:
+        """What the member's key has instead, while it asks this in another way."""
+        return ask
+
+    def call(self, ask: A, asking: Asking) -> bool:
+        """Ask the decider itself, or again; False if the key must have this ask after all."""
+        return False
 
     def nobody_asks(self) -> None:
         """Called when the last call has ended, for whatever reason: the last ask needs no answer any more. Must not

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from simulator.history import Report, play
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
+from simulator.reached import unreached
 from simulator.shrinking import shrink
 
 OBJECTS = 200_000
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(work=_run)
     for name, work, text in (
         ("show", _show, "play one seed, and show all that happens in it"),
-        ("plan", _show_plan, "tell what a seed brings, as tests/sim/found.json keeps it"),
+        ("plan", _show_plan, "tell what a seed brings, as tests/sim/a test may keep it"),
         ("shrink", _shrink, "find fewer faults with which a seed fails in the same way"),
     ):
         command = commands.add_parser(name, help=text)
@@ -105,6 +106,8 @@ def _run(options: argparse.Namespace) -> int:
         "that a member was told of a second)"
     )
     print(f"{faults.total():,} faults: {', '.join(f'{count:,} {kind}' for kind, count in faults.most_common())}")
+    if few := unreached(counts, options.seeds):
+        print(f"hardly reached: {', '.join(few)}")
     return bool(failed)
 
 

@@ -35,8 +35,8 @@ def _are_together(world: World) -> bool:
     record = world.oracles.rounds.record
     if record is None or not record.ready or record.recalled or record.closed:
         return False
-    rounds = {(role.now.number, role.now.roll) if role.now is not None else None for _, role in _agents(world)}
-    return rounds == {(record.number, record.roll)}
+    rounds = {role.now.name if role.now is not None else None for _, role in _agents(world)}
+    return rounds == {record.name}
 
 
 def _failure_is_told(world: World, draw: random.Random) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,21 +26,17 @@ class _Noted:
     Args:
         news: the last that was no change.
         revision: of the last change.
-        began: the revision from which its watch tells of changes.
-        absent: the keys that it took for present then, though etcd had none of them by the time it began.
     """
 
     process: str
-    began: int
-    absent: frozenset[str]
     news: object = None
     revision: int = 0
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """What a mirror shows at one moment, and the revision of the last change that its owner was told of. `_Noted` says
-    what `began` and `absent` are."""
+    """What a mirror shows at one moment of the span that it watches, and the revision of the last change that its owner
+    received."""
 
     process: str
     span: Span
@@ -48,8 +44,6 @@ class _Shown:
     kvs: Mapping[str, KeyValue]
     deletes_only: bool
     told: int
-    began: int
-    absent: frozenset[str]
 
 
 class Copies:
@@ -66,8 +60,7 @@ class Copies:
 
         def starting(mirror: Mirror, revision: int, *given: Any) -> None:
             known = self._mirrors.get(mirror)
-            absent = frozenset(key for key in mirror.kvs if not self._was_there(key, revision))
-            noted = self._mirrors[mirror] = _Noted(self._world.scheduler.process_now, revision, absent)
+            noted = self._mirrors[mirror] = _Noted(self._world.scheduler.process_now)
             if known is None:
                 mirror._post = self._noting(mirror._post)
             else:
@@ -77,11 +70,6 @@ class Copies:
         with replacing() as put:
             put(Mirror, "_start", starting)
             yield
-
-    def _was_there(self, key: str, revision: int) -> bool:
-        """Whether etcd had a key when a watch from this revision began. One that was put back since is another one."""
-        kv = self._world.oracles.kvs.get(key)
-        return kv is not None and (revision == 0 or kv.create_revision < revision)
 
     def _noting(self, post: Callable[[Mirror, Posted], None]) -> Callable[[Mirror, Posted], None]:
         def posting(mirror: Mirror, posted: Posted) -> None:
@@ -110,13 +98,11 @@ class Copies:
                 continue
             yield _Shown(
                 noted.process,
-                mirror.span,
+                mirror.watched,
                 mirror.revision,
-                mirror.kvs.copy(),
+                {key: kv for key, kv in mirror.kvs.items() if key in mirror.watched},
                 mirror._deletes_only,
                 noted.revision,
-                noted.began,
-                noted.absent,
             )
 
 
@@ -131,20 +117,12 @@ def _problem(copy: _Shown, keys: KeySpace, revision: int) -> str:
         return "" if copy.revision < keys.compacted else str(error)
     # What its owner has written itself, and expects the watch to bring, is newer than the copy's revision.
     mine = {key: kv for key, kv in copy.kvs.items() if kv.mod_revision <= copy.revision}
-    if copy.deletes_only:  # it knows which keys there are, among those that it has read, or that a tail named
-        gone = mine.keys() - past.keys() - _gone_before(copy, keys)
+    if copy.deletes_only:  # it knows which keys there are, among those that it has read
+        gone = mine.keys() - past.keys()
         return f"{sorted(gone)} are gone" if gone else ""
     expected = copy.kvs.keys() - mine.keys()
     other = [key for key in (mine.keys() | past.keys()) - expected if mine.get(key) != past.get(key)]
     return f"{sorted(other)} differ at revision {copy.revision}" if other else ""
-
-
-def _gone_before(copy: _Shown, keys: KeySpace) -> Set[str]:
-    """The keys that were gone before the copy began. Whoever joins follows the member that the tail names, without
-    reading its key. If somebody has deleted that key alone, the tail stays, and no watch tells of the deletion: the
-    joiner finds out when it next reads the key (docs/protocol.md)."""
-    told = keys.since(copy.span, copy.began, deletes_only=True)
-    return copy.absent - {event.kv.key for event in told}
 
 
 def _is_known(copy: _Shown, event: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from virtual.backend import Snapshot
 
 from ftcoord import errors as ftcoord_errors
-from ftcoord.core.layout import KEY_PREFIX, decided_key, decider_key, member_id, member_key, members_span, roster_key
+from ftcoord.core.layout import KEY_PREFIX, death_key, decided_key, decider_key, member_id, member_key, members_span
 from ftcoord.core.rendezvous_records import JoinRequest, WorkerFailure, parse_join_request
 from ftcoord.etcd.api import Get, Put, Span
 from ftcoord.operator.orders import drain
@@ -24,10 +24,14 @@ from simulator.world import LEASE_TTL, RUN, Process, World
 
 BURIAL: Final = 2.0
 """Seconds within which a sentinel that etcd answers gives up the leases of a process that was killed."""
+OFFICE_ENDS: Final = 2.5
+"""Seconds, beyond its TTL, by which the office of a stuck decider has ended: a second, and one until it was stuck."""
 CALL_TIMEOUT: Final = 1.0
 """Seconds that an order of the operator's may take."""
 LONGEST_LAG: Final = 7.0
 """Seconds."""
+LENGTHENS: Final = frozenset({"leader", "outage", "hang", "restore", "wipe"})
+"""Faults after which leases live longer, or live again."""
 WORKER_FAILURE: Final = WorkerFailure(4711, signal=9, fate="was killed by signal 9 (SIGKILL)")
 
 
@@ -43,7 +47,7 @@ class Faults:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._snapshots = [snapshot]
-        self._etcd_is_away, self._full_until, self._last_at = False, 0.0, 0.0
+        self._etcd_is_away, self._full_until, self._last_at, self._lengthened_at = False, 0.0, 0.0, -1e9
         self.injected: Counter[str] = Counter()
         for fault in world.plan.faults:
             self._later(fault.at, lambda fault=fault: self._begin(fault))
@@ -80,6 +84,8 @@ class Faults:
         what = getattr(self, f"_{fault.kind}")(draw)
         if what:
             self._last_at = self._world.scheduler.time
+            if fault.kind in LENGTHENS:
+                self._lengthened_at = self._last_at
             self.injected[fault.kind] += 1
             self._world.note(what)
 
@@ -136,6 +142,24 @@ class Faults:
         self._after(seconds, victim.resume)
         return f"{victim.name} is stopped for {seconds:.3f} s"
 
+    def _stick(self, draw: random.Random) -> str:
+        victim, seconds = self._world.victim(draw), draw.choice((1.0, LEASE_TTL + 4, 3 * LEASE_TTL))
+        if victim is None or victim.sticks:
+            return ""
+        victim.stick()
+        at = self._world.scheduler.time
+        self._after(LEASE_TTL + OFFICE_ENDS, lambda: self._check_office(victim, at))
+        self._after(seconds, victim.free)
+        return f"a thread of {victim.name} that decides is stuck for {seconds:g} s"
+
+    def _check_office(self, victim: Process, at: float) -> None:
+        """Who cannot decide has lost the office that it had."""
+        is_over = self._world.scheduler.time >= at + LEASE_TTL + OFFICE_ENDS  # not where faults stop before
+        is_sure = self._lengthened_at < at and not self._etcd_is_away
+        if is_over and is_sure and victim.stuck and victim.stuck[0] <= at + 1:
+            held = [kv for kv in victim.stuck[1] if kv in map(self._world.office, self._world.groups)]
+            require("who cannot decide has no office", not held, f"{victim.name} has {held}")
+
     def _clock(self, draw: random.Random) -> str:
         victim, seconds = self._world.victim(draw), draw.choice((-3600.0, -10.0, 10.0, 86400.0))
         if victim is None:
@@ -176,7 +200,7 @@ class Faults:
         if not rounds:
             return ""
         last = max(rounds, key=lambda now: now.number)
-        self._world.oracles.rounds.done.add((last.number, last.roll))
+        self._world.oracles.rounds.done.add(last.name)
         return f"the workers of round {last.number} finish"
 
     def _drain(self, draw: random.Random) -> str:
@@ -215,6 +239,14 @@ class Faults:
         self._after(seconds, victim.mend)
         return f"{victim.name} is cut off ({direction}) for {seconds:g} s"
 
+    def _cut_port(self, draw: random.Random) -> str:
+        victim = self._world.victim(draw)
+        if victim is None or victim.port_cut:
+            return ""
+        seconds, victim.port_cut = draw.choice((0.5, 3.0, 20.0)), draw.choice(("requests", "answers"))
+        self._after(seconds, lambda: setattr(victim, "port_cut", ""))
+        return f"{victim.port_cut} of {victim.name} to and from other processes do not arrive for {seconds:g} s"
+
     def _lag(self, draw: random.Random) -> str:
         victim = self._world.victim(draw)
         if victim is None:
@@ -250,7 +282,7 @@ class Faults:
         self._etcd_is_away = True
 
         def end() -> None:
-            self._etcd_is_away = False
+            self._etcd_is_away, self._lengthened_at = False, self._world.scheduler.time
             outage.__exit__(None, None, None)
             self._world.note("etcd is back")
 
@@ -292,14 +324,20 @@ class Faults:
 
     def _restore(self, draw: random.Random) -> str:
         """From a backup, which is taken now and then."""
-        self._world.etcd.rewind(self._snapshots[draw.randrange(len(self._snapshots))])
-        self._world.restored()
+        self._rewind(self._snapshots[draw.randrange(len(self._snapshots))])
         return "etcd is restored from a backup"
 
     def _wipe(self, _draw: random.Random) -> str:
-        self._world.etcd.rewind(self._snapshots[0])
-        self._world.restored()
+        self._rewind(self._snapshots[0])
         return "another etcd answers, which is empty"
+
+    def _rewind(self, snapshot: Snapshot) -> None:
+        self._world.oracles.accident()
+        self._world.etcd.rewind(snapshot)
+        self._world.restored()
+        for kv in self._world.oracles.kvs.values():
+            if kv.value in GARBAGE:  # the backup has it: somebody sees to that too
+                self._after(1.0, lambda kv=kv: self._clean(kv.key, kv.value))
 
     def back_up(self) -> None:
         """A backup for `restore`."""
@@ -307,24 +345,36 @@ class Faults:
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
-    def _delete_key(self, draw: random.Random) -> str:
-        key = self._key(draw, may_be_roster=True)
-        if self._etcd_is_away or not self._world.observer.delete(Span(key)):
-            return ""
-        if key.endswith("/roster"):
-            self._after(LEASE_TTL, lambda: self._repair(key))
-        if key.endswith("/decided"):  # the roster would be no other's
-            self._world.observer.delete(Span(roster_key(key)))
-        return f"somebody deletes {key}"
-
     def _garbage(self, draw: random.Random) -> str:
-        key, value = self._key(draw), draw.choice(GARBAGE)
+        """Somebody writes a key below a group's prefix that is nobody's."""
+        prefix = draw.choice(self._world.groups)
+        here = (
+            member_key,
+            death_key,
+            lambda group, name: f"{group}/events/{name}",
+            lambda group, name: f"{group}/{name}",
+        )
+        return self._write(draw, draw.choice(here)(prefix, "stranger"))
+
+    def _overwrite(self, draw: random.Random) -> str:
+        self._world.oracles.accident()
+        return self._write(draw, self._key(draw))
+
+    def _write(self, draw: random.Random, key: str) -> str:
+        value = draw.choice(GARBAGE)
         if self._etcd_is_away:
             return ""
         with contextlib.suppress(ftcoord_errors.EtcdNoSpace):  # it may have been written all the same
             self._world.observer.txn((), [Put(key, value)])
         self._after(draw.choice((0.0, 1.0, 5.0)), lambda: self._clean(key, value))
         return f"somebody writes {value!r} to {key}"
+
+    def _delete_key(self, draw: random.Random) -> str:
+        key = self._key(draw)
+        self._world.oracles.accident()
+        if self._etcd_is_away or not self._world.observer.delete(Span(key)):
+            return ""
+        return f"somebody deletes {key}"
 
     def _clean(self, key: str, value: bytes) -> None:
         if self._etcd_is_away:
@@ -333,28 +383,15 @@ class Faults:
         kv = self._world.observer.range(Get(Span(key))).one
         if kv is not None and kv.value == value:
             self._world.observer.delete(Span(key))
-            self._world.observer.delete(Span(roster_key(key)))
             self._world.note(f"somebody deletes the garbage in {key}")
 
-    def _repair(self, roster: str) -> None:
-        """Where nobody that lives knows the roster of a quorum, an operator has to delete its record."""
-        if self._etcd_is_away:
-            self._after(1.0, lambda: self._repair(roster))
-        elif self._world.observer.range(Get(Span(roster))).one is None:
-            self._world.observer.delete(Span(roster.removesuffix("/roster")))
-            self._world.note(f"somebody deletes the record that goes with {roster}")
-
-    def _key(self, draw: random.Random, *, may_be_roster: bool = False) -> str:
-        """One that a group may have; a member's own is its last."""
+    def _key(self, draw: random.Random) -> str:
+        """One of a group's; a member's own is its last."""
         prefix = draw.choice(self._world.groups)
         decider = self._world.decider(prefix)
         leases = [lease for lease, owner in self._world.owners.items() if owner is (decider or owner)]
         member = member_key(prefix, member_id(leases[-1]) if leases else "0123456789abcdef")
-        decided = decided_key(prefix)
-        keys = [decided, member, member, member_key(prefix, "stranger"), decider_key(prefix)]
-        if may_be_roster and prefix == self._world.job.prefix:
-            keys += [roster_key(decided), roster_key(decided)]
-        return draw.choice(keys)
+        return draw.choice([decided_key(prefix), member, member, decider_key(prefix)])
 
 
 def cast(world: World, draw: random.Random) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 from virtual import MemoryEtcd, Scheduler, Stuck
 
 from ftcoord import concurrency
+from ftcoord.core.rendezvous_records import CHUNK
 from ftcoord.etcd.api import KeyValue
 from simulator.calm import keep_promises
 from simulator.faults import Faults, cast
@@ -20,11 +21,15 @@ from simulator.kernel import Kernel
 from simulator.managed_roles import managers_installed
 from simulator.oracles import Violation, is_member_key, require
 from simulator.plan import Network, Plan
+from simulator.reached import counted
 from simulator.roles import ROLES
+from simulator.statements import any_statement
 from simulator.stubs import installed
 from simulator.trace import Trace
 from simulator.world import LEASE_TTL, World
 
+SMALL_CHUNK: Final = 2
+"""Seats in a chunk where rounds of a few nodes have several."""
 CALM: Final = 2.0 * LEASE_TTL
 """Seconds after the last fault by which what was under way then is over."""
 BACKUP_EVERY: Final = 5.0
@@ -34,8 +39,6 @@ L1_BOUND: Final = LEASE_TTL + 1.0 + 5.0
 BOUND: Final = 6.0 * LEASE_TTL + L1_BOUND
 """Seconds within which everything is as it should be."""
 LEAVE_BOUND: Final = 60.0
-LOSE_COUNT: Final = frozenset({"delete_key", "garbage", "restore", "wipe"})
-"""Faults after which nobody may know of an earlier round's keys: they end with their lease."""
 MISS_EVENTS: Final = frozenset({"lost_event"})
 """Faults after which a copy may be wrong until its owner asks etcd whether it is: for 4.5 times the TTL of a lease."""
 HEARD_WITHIN: Final = 1.0
@@ -95,10 +98,15 @@ def play(plan: Plan) -> Report:
         with MemoryEtcd() as etcd:
             world = World(scheduler, etcd, plan, trace)
             with contextlib.ExitStack() as stubs:
-                stubs.enter_context(installed(plan.seed, world.sentinel, world.keeps))
+                chunk = SMALL_CHUNK if plan.small_chunks else CHUNK
+                stubs.enter_context(installed(plan.seed, world.sentinel, world.keeps, chunk=chunk))
                 stubs.enter_context(Kernel(world).installed())
                 stubs.enter_context(managers_installed(world))
+                stubs.enter_context(world.sockets.installed())
                 stubs.enter_context(world.copies.noted())
+                stubs.enter_context(counted(world.oracles.counts, lambda: world.asking.decides()))
+                if plan.any_statement:
+                    stubs.enter_context(any_statement(scheduler))
                 faults = Faults(world, etcd.snapshot())
                 report.faults, report.counts = faults.injected, world.oracles.counts
                 try:
@@ -139,6 +147,8 @@ def _play(world: World, faults: Faults) -> None:
     for process in world.live:
         process.resume()
         process.mend()
+        process.free()
+        process.port_cut = ""
         process.client.loses = lambda _event: False
         process.lag.end()
     _hear(world)
@@ -219,9 +229,9 @@ def _check_nothing_is_left(world: World) -> None:
     while (threads := _threads(world)) and world.scheduler.time - since < LEAVE_BOUND:
         world.scheduler.sleep(0.25)
     require("no thread is left", not threads, "\n".join(threads))
-    keys = [key for key, kv in world.oracles.kvs.items() if (is_member_key(key) or key.endswith("/tail")) and kv.lease]
+    keys = [key for key, kv in world.oracles.kvs.items() if is_member_key(key) and kv.lease]
     require("no key is left", not keys, str(keys))
-    if not LOSE_COUNT.intersection(one.kind for one in world.plan.faults):
+    if not world.oracles.had_accident:  # else nobody may know of an earlier round's keys: they end with their lease
         over = world.oracles.leftovers()
         require("no key of an earlier round is left", not over, str(over))
     leases = {f"{lease:x}": ttl for lease, ttl in world.etcd.leases.items() if ttl < CALM_TTL}

@@ -85,7 +85,7 @@ class JudgedGroup(ManagedGroup):
     def _ask(self, requests: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
         self._process.check(self._role.asks, {rank: int(one.metadata) for rank, one in requests.items()}, last)
         world = self._process.world
-        world.oracles.quorums.asks(self._process.name, world.scheduler.time)
+        world.oracles.quorums.asks(self._process.name, self._role.name, world.scheduler.time)
         told = super()._ask(requests, last)
         self._role.told_at = world.scheduler.time
         self._process.note("#", f"step {last.step} with quorum {told.number}, id {told.id}: {sorted(told.names)}")
@@ -129,7 +129,7 @@ class Group(Role):
         group.close()
         for thread in threads:
             thread.join()
-        self.world.oracles.quorums.left(process.name)
+        self.world.oracles.quorums.left(process.name, self.name)
 
     def asks(self, process: str, asking: Mapping[int, int], last: RankRequest) -> None:
         """The group is about to ask for a quorum."""

@@ -51,8 +51,8 @@ class Profile:
     slow: float = 0.0
 
 
-PROCESSES: Final = {"kill": 4.0, "stop": 2.0, "slow": 2.0, "clock": 1.0}
-NETWORK: Final = {"cut": 2.0, "cut_requests": 1.0, "cut_answers": 1.0}
+PROCESSES: Final = {"kill": 4.0, "stop": 2.0, "slow": 2.0, "stick": 2.0, "clock": 1.0}
+NETWORK: Final = {"cut_port": 1.0, "cut": 2.0, "cut_requests": 1.0, "cut_answers": 1.0}
 ETCD: Final = {
     "leader": 1.0,
     "compact": 2.0,
@@ -62,16 +62,17 @@ ETCD: Final = {
     "expire": 2.0,
     "lost_event": 1.0,
 }
-KEYS: Final = {"delete_key": 1.5, "garbage": 1.5}
-RESTORES: Final = {"restore": 2.0, "wipe": 1.0}
+ACCIDENTS: Final = {"restore": 2.0, "wipe": 1.0, "delete_key": 1.5, "overwrite": 1.5}
 ENDS: Final = {"worker_fails": 1.0, "job_fails": 2.0, "job_finishes": 2.0}
-ALL: Final = {**PROCESSES, **NETWORK, **ETCD, **KEYS}
+ALL: Final = {**PROCESSES, **NETWORK, **ETCD, "garbage": 1.0}
 
 PROFILES: Final[Mapping[str, Profile]] = {
     "rounds": Profile({"agent": (2, 5)}, {**ALL, "worker_fails": 3.0, "drain": 2.0}),
-    "restores": Profile({"agent": (2, 4)}, {**PROCESSES, **NETWORK, **RESTORES, "leader": 1.0, "worker_fails": 2.0}),
+    "accidents of rounds": Profile(
+        {"agent": (2, 4)}, {**PROCESSES, **NETWORK, **ACCIDENTS, "leader": 1.0, "worker_fails": 2.0}
+    ),
     "quorums": Profile({"trainer": (2, 5)}, ALL),
-    "lost quorums": Profile({"trainer": (2, 4)}, {**PROCESSES, **NETWORK, **RESTORES}),
+    "accidents of quorums": Profile({"trainer": (2, 4)}, {**PROCESSES, **NETWORK, **ACCIDENTS}),
     "heartbeats": Profile({"beater": (1, 3)}, {**PROCESSES, **NETWORK, **ETCD}),
     "stores": Profile({"store": (2, 4), "agent": (0, 2)}, {**PROCESSES, **NETWORK, **ETCD}),
     "whole jobs": Profile(
@@ -86,13 +87,20 @@ PROFILES: Final[Mapping[str, Profile]] = {
     ),
     "votes": Profile({"group": (1, 3)}, ALL),
     "ends": Profile({"agent": (2, 4)}, {**PROCESSES, **NETWORK, **ETCD, **ENDS}, seconds=(10.0, 30.0)),
-    "lost ends": Profile({"agent": (2, 4)}, {**PROCESSES, **NETWORK, **RESTORES, **ENDS}, seconds=(10.0, 30.0)),
     "late": Profile(
         {"agent": (0, 3), "trainer": (0, 3), "store": (0, 2)},
         {**PROCESSES, **NETWORK, **ETCD, "lag": 6.0, "worker_fails": 1.0},
         slow=0.03,
     ),
 }
+
+KINDS_A_SEED: Final = 2, 5
+"""The fewest and the most kinds of faults of one history."""
+
+BY_KEY: Final = 0.4
+"""How many histories have no ask ports."""
+STATEMENTS: Final = 0.1
+"""How many histories have threads that change over between any two statements: they take several times as long."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,9 @@ class Plan:
 
     Args:
         pace: how much longer than in a busy job everybody pauses between two steps.
+        by_key: whether replicas cannot ask the decider but through etcd.
+        any_statement: whether threads change over between any two statements.
+        small_chunks: whether two seats fill a chunk, so that rounds have several.
         restart: which runs that are over new agents may go on from.
     """
 
@@ -129,7 +140,9 @@ class Plan:
     network: Network
     seconds: float
     nnodes: tuple[int, int] = (1, 1)
-    rolls_in_twos: bool = False
+    small_chunks: bool = False
+    any_statement: bool = False
+    by_key: bool = False
     drifts: bool = False
     options: Mapping[str, float] = field(default_factory=dict)
     pace: float = 1.0
@@ -160,7 +173,9 @@ def plan_of(seed: int, profile: str | None = None) -> Plan:
     cast = {role: draw.randint(*counts) for role, counts in of.cast.items()}
     seconds = draw.uniform(*of.seconds)
     faults, at = [], 0.0
-    kinds, weights = list(of.faults), list(of.faults.values())
+    # A few kinds each: where all come at once, most histories are of the strongest one.
+    kinds = draw.sample(list(of.faults), draw.randint(*KINDS_A_SEED))
+    weights = [of.faults[kind] for kind in kinds]
     mean_pause = of.mean_pause * draw.choice((0.4, 1.0, 2.5))
     while (at := at + draw.expovariate(1 / mean_pause)) < seconds:
         faults.append(PlannedFault(round(at, 3), draw.choices(kinds, weights)[0], draw.randrange(2**16)))
@@ -174,7 +189,9 @@ def plan_of(seed: int, profile: str | None = None) -> Plan:
         _network(draw, of.slow),
         seconds,
         nnodes=(least, draw.randint(least, agents + 1)),
-        rolls_in_twos=draw.random() < 0.3,
+        small_chunks=draw.random() < 0.3,
+        by_key=random.Random(f"by key {seed}").random() < BY_KEY,
+        any_statement=random.Random(f"statements {seed}").random() < STATEMENTS,
         drifts=draw.random() < 0.3,
         options={"join_timeout": draw.choice((1.0, 4.0)), "min_replicas": float(draw.choice((1, 1, 2)))},
         pace=draw.choice((1.0, 3.0, 3.0)),

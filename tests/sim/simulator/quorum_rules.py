@@ -5,9 +5,8 @@ Written apart from `ftcoord.core.quorum`, and from nothing but those two texts: 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -17,31 +16,26 @@ class Member:
     Args:
         name: its replica's.
         asked: which of its requests that is; 0 for none.
-        profile: the digest of its profile, if it has left that out of its request.
         since: when it said so first, in virtual seconds.
         came, said, wrote: the revisions at which it became a member, first said what it asks, and last wrote that.
-        knows: the number and the id of the highest quorums that it says it knows of.
     """
 
     id: str
     name: str
     asked: int
-    profile: str
     shrink_only: bool
     since: float
     came: int
     said: int
     wrote: int
-    knows: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
 class Last:
-    """The last quorum: its replicas, their profiles' digests, which request of each member it answered, and when it was
+    """The last quorum: its replicas, which request of each member it answered, and when it was
     decided."""
 
     names: frozenset[str]
-    profiles: frozenset[str]
     answered: Mapping[str, int]
     at: float
 
@@ -51,11 +45,7 @@ def asking(members: Sequence[Member], last: Last) -> dict[str, Member]:
     found: dict[str, Member] = {}
     for name in {one.name: None for one in members}:
         mine = [one for one in members if one.name == name]
-        open_ = [
-            one
-            for one in mine
-            if one.asked > last.answered.get(one.id, 0) and (not one.profile or one.profile in last.profiles)
-        ]
+        open_ = [one for one in mine if one.asked > last.answered.get(one.id, 0)]
         quiet = [one for one in mine if one not in open_]
         if not open_:
             continue
@@ -70,17 +60,6 @@ def _candidates(asks: Mapping[str, Member], last: Last) -> frozenset[str]:
     """The replicas that ask and may be in: while one of them sets `shrink_only`, only those of the last quorum."""
     shrinks = any(one.shrink_only for one in asks.values()) and bool(last.names)
     return frozenset(name for name in asks if not shrinks or name in last.names)
-
-
-def as_read(last: Last, members: Iterable[Member], profiles: Set[str]) -> Iterator[Last]:
-    """The last quorum with the profiles that who decides may know, the fewest first.
-
-    It may have read any of the requests while an earlier quorum had its profile. `profiles` are those of all quorums.
-    """
-    earlier = sorted({one.profile for one in members if one.profile in profiles} - last.profiles)
-    for count in range(len(earlier) + 1):
-        for some in itertools.combinations(earlier, count):
-            yield replace(last, profiles=last.profiles | {*some})
 
 
 class KeptOut:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 import ftcoord
 from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.rendezvous_records import FAILED, FINISHED, ROLLS, RollSizes
+from ftcoord.core.rendezvous_records import FAILED, FINISHED
 from ftcoord.errors import EtcdError, StateError
 from ftcoord.rendezvous import handler as handlers
 from ftcoord.rendezvous import node as nodes
@@ -30,9 +31,6 @@ from simulator.timed_roles import Watchdog, Worker
 
 if TYPE_CHECKING:
     from simulator.world import Process, World
-
-IN_TWOS = RollSizes(inline=0, chunk=2)
-"""Each roll lies beside its head, two seats to a chunk."""
 
 
 class Leaves(Exception):
@@ -65,7 +63,6 @@ class Agent(Role):
                 settings,
                 process.name,
                 process.name,
-                IN_TWOS if self.world.plan.rolls_in_twos else ROLLS,
             )
             try:
                 handler.prepare()
@@ -81,6 +78,7 @@ class Agent(Role):
                 return
             except (RendezvousError, SystemExit) as error:  # the latter ends an agent that was drained
                 process.note("!", f"ends: {type(error).__name__}: {error}")
+                self.world.oracles.rounds.left(process.name)
                 self.error = error
                 handler.shutdown()
                 process.rest(RESTART_PAUSE)
@@ -95,14 +93,14 @@ class Agent(Role):
     def _goes_on(self, process: Process) -> bool:
         """Unless it is to leave, or its workers have finished."""
         now = self.now
-        is_done = now is not None and (now.number, now.roll) in self.world.oracles.rounds.done
+        is_done = now is not None and now.name in self.world.oracles.rounds.done
         return not (is_done or process.leaves.is_set())
 
     def _end(self, process: Process, handler: handlers.EtcdRendezvousHandler, outcome: str) -> None:
         """End the run, unless the others went on without this node; as torch's agent, which then ends."""
         assert self.now is not None
         process.note("!", f"ends, since its workers have {outcome}")
-        self.world.oracles.rounds.ends.add((self.now.number, self.now.roll, outcome))
+        self.world.oracles.rounds.ends.add((self.now.name, outcome))
         handler.shutdown()
         self.now = None
         self._is_started_again(process)
@@ -120,7 +118,7 @@ class Agent(Role):
         mine = handler._node.round
         bootstrap = info.bootstrap_store_info
         now = StartedRound(
-            mine.number, mine.roll, info.rank, info.world_size, bootstrap.master_addr, bootstrap.master_port
+            mine.number, mine.name, info.rank, info.world_size, bootstrap.master_addr, bootstrap.master_port
         )
         process.note("#", f"starts round {now.number} as rank {now.rank} of {now.size}")
         process.check(self.world.oracles.rounds.started, now)
@@ -152,10 +150,9 @@ class Agent(Role):
         """Exchange something with all other ranks, as torch's agents do before they start workers; whether all did."""
         store.set_timeout(timedelta(seconds=10))
         began = self.world.scheduler.time
-        told = self._exchange(store, "rank", now.size, now.rank, f"{now.number} {now.roll} {now.rank}")
-        # Who writes, and reads after etcd went back to an earlier round of that number, reads that round's values.
+        told = self._exchange(store, "rank", now.size, now.rank, f"{now.name} {now.rank}")
         if told and self.world.restored_at < began:
-            wanted = [f"{now.number} {now.roll} {rank}" for rank in range(now.size)]
+            wanted = [f"{now.name} {rank}" for rank in range(now.size)]
             process.check(_same_store, told, wanted)
         return bool(told)
 
@@ -179,7 +176,7 @@ class Agent(Role):
             return f"{len(inside)} of {wanted} run in round {last}, and the record is {record}"
         # A round that etcd has lost runs on, as long as nobody asks for another one.
         runs = record is not None and record.number == last and record.ready and not record.recalled
-        return "" if runs or world.oracles.was_restored else f"all run in round {last}, and the record is {record}"
+        return "" if runs or world.oracles.had_accident else f"all run in round {last}, and the record is {record}"
 
 
 def _same_store(process: str, told: Sequence[str], wanted: Sequence[str]) -> None:
@@ -194,18 +191,35 @@ LONGEST_STEP: Final = 1.0
 
 
 class Trainer(Role):
-    """A replica of torchft's that asks for a quorum in every step."""
+    """Replicas of torchft's in one process, each of which asks for a quorum in every step."""
 
-    told: Any = None
-    told_at = -1.0
+    def __init__(self, world: World, draw: random.Random) -> None:
+        super().__init__(world, draw)
+        self.told: dict[str, Any] = {}
+        """By replica: its last quorum,"""
+        self.told_at: dict[str, float] = {}
+        """and when it got that. Each has a time from the beginning on."""
 
     def live(self, process: Process) -> None:
-        name = process.name.partition(".")[0]
+        slot = process.name.partition(".")[0]
+        names = [slot, *(f"{slot}-{one}" for one in range(1, self.draw.choice((1, 1, 1, 2, 3))))]
+        self.told_at = dict.fromkeys(names, -1.0)
+        threads = [
+            concurrency.thread(self._train, name, process, name, random.Random(self.draw.random())) for name in names
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _train(self, process: Process, name: str, draw: random.Random) -> None:
         replica = Replica(process.client, self.world.job, name, keeps_lease=True)
-        step, data = 0, self.draw.choice(("", '{"data": 1}'))
-        pause = self.draw.choice((0.2, LONGEST_STEP))
+        step, data = 0, draw.choice(("", '{"data": 1}'))
+        pause = draw.choice((0.2, LONGEST_STEP))
         while not process.leaves.is_set():
-            shrinks, failures = self.draw.random() < 0.05, int(self.draw.random() < 0.05)
+            # By port nobody counts for how long these keep others out: see `held_up`.
+            shrinks = draw.random() < (0.05 if self.world.plan.by_key else 0.01)
+            failures = int(draw.random() < 0.05)
             request = builders.request(
                 name,
                 address=f"{process.name}:1",
@@ -215,38 +229,38 @@ class Trainer(Role):
                 data=data,
                 commit_failures=failures,
             )
-            self.world.oracles.quorums.asks(process.name, self.world.scheduler.time)
+            self.world.oracles.quorums.asks(process.name, name, self.world.scheduler.time)
             try:
-                self.told = replica.ask(request, concurrency.now() + self.draw.choice((3.0, 20.0)))
+                told = replica.ask(request, concurrency.now() + draw.choice((3.0, 20.0)))
             except TimeoutError:
                 continue
             except (EtcdError, StateError) as error:
-                process.note("!", f"is refused: {type(error).__name__}")
+                process.note("!", f"{name} is refused: {type(error).__name__}")
                 process.rest(RESTART_PAUSE)
                 continue
-            self.told_at = self.world.scheduler.time
-            process.note(
-                "#", f"step {step} with quorum {self.told.number}, id {self.told.id}: {sorted(self.told.names)}"
-            )
-            process.check(self.world.oracles.quorums.told, name, self.told)
+            self.told[name], self.told_at[name] = told, self.world.scheduler.time
+            process.note("#", f"{name}: step {step} with quorum {told.number}, id {told.id}: {sorted(told.names)}")
+            process.check(self.world.oracles.quorums.told, name, told)
             step += 1
-            process.pause(self.draw.uniform(0, pause))
+            process.rest(self.world.plan.pace * draw.uniform(0, pause))
         replica.leave(1)
 
     @classmethod
     def missing(cls, world: World, since: float) -> str:
-        trainers = {process.name.partition(".")[0]: role for process, role in world.of(cls)}
-        if len(trainers) < world.job.min_replicas:
+        trainers: list[Trainer] = [role for _, role in world.of(cls)]
+        names = {name for role in trainers for name in role.told_at}
+        if len(names) < world.job.min_replicas:
             return ""
         # Where messages or steps take so long, some may ask again too late for the next quorum, each time.
         timeout, plan = world.job.join_timeout_ms / 1000, world.plan
         all_meet = timeout > ASKING_TAKES * plan.network.delay and timeout >= LONGEST_STEP * plan.pace
         late = [
             name
-            for name, one in trainers.items()
-            if one.told_at < since + 1 or (all_meet and one.told.names != trainers.keys())
+            for role in trainers
+            for name, at in role.told_at.items()
+            if at < since + 1 or (all_meet and role.told[name].names != names)
         ]
-        return f"{late} are in no quorum of {sorted(trainers)}" if late else ""
+        return f"{late} are in no quorum of {sorted(names)}" if late else ""
 
     @classmethod
     def held_up(cls, world: World) -> float:
@@ -329,7 +343,7 @@ class Beater(Role):
     @classmethod
     def missing(cls, world: World, since: float) -> str:
         for process, role in world.of(cls):
-            start = f"/ftcoord/v1/run/heartbeats/{process.name}/"
+            start = f"/ftcoord/v2/run/heartbeats/{process.name}/"
             said = [kv.value for key, kv in world.oracles.kvs.items() if key.startswith(start)]
             if not any(f'"{role.data}"'.encode() in one or f'"{role.data - 1}"'.encode() in one for one in said):
                 return f"{process.name} does not beat: {said}"

@@ -17,8 +17,9 @@ from virtual import MemoryClient
 from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import policy
+from ftcoord.core import rendezvous_records
 from ftcoord.core.quorum_records import parse_replica
-from ftcoord.core.rendezvous_records import WorkerFailure
+from ftcoord.core.rendezvous_records import CHUNK, WorkerFailure
 from ftcoord.primitives import sentinel, sentinel_main, session
 from ftcoord.primitives.sentinel import Order
 from ftcoord.rendezvous import handler
@@ -171,9 +172,11 @@ def replacing() -> Iterator[Callable[[Any, str, object], None]]:
 
 
 @contextlib.contextmanager
-def installed(seed: int, sentinel_of: Callable[[], Any], keeps: Callable[[session.KeptLease], None]) -> Iterator[None]:
+def installed(
+    seed: int, sentinel_of: Callable[[], Any], keeps: Callable[[session.KeptLease], None], *, chunk: int = CHUNK
+) -> Iterator[None]:
     """All of this in place of the real ones; names and numbers come from the seed. `keeps` is told of each session's
-    lease."""
+    lease; `chunk` is the number of seats in one."""
     ports, draw = Ports(), random.Random(f"names {seed}")
 
     class Reservation:
@@ -187,8 +190,8 @@ def installed(seed: int, sentinel_of: Callable[[], Any], keeps: Callable[[sessio
             pass
 
     class KeptLease(session.KeptLease):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
             keeps(self)
 
     with replacing() as put, invariants.checked():
@@ -196,6 +199,7 @@ def installed(seed: int, sentinel_of: Callable[[], Any], keeps: Callable[[sessio
         parsed = functools.cache(parse_replica)
         put(policy, "parse_replica", parsed)
         put(oracles, "parse_replica", parsed)
+        put(rendezvous_records, "CHUNK", chunk)
         put(handler, "Reservation", Reservation)
         put(handler, "address_trouble", lambda *_: "")  # its hosts have no names to look up
         put(handler, "WorkerWatch", WorkerStub)

@@ -55,7 +55,7 @@ class Worker(Role):
     @classmethod
     def missing(cls, world: World, since: float) -> str:
         """Nobody is reaped without a server, nor where etcd has lost the timer."""
-        if world.oracles.was_restored or not any(world.of(Watchdog)):
+        if world.oracles.had_accident or not any(world.of(Watchdog)):
             return ""
         held = world.oracles.timers
         late = [process.name for process, _ in world.of(cls) if held.late_since(process.name) < process.clock_at(since)]

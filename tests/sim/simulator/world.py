@@ -26,11 +26,12 @@ from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.core.layout import decider_key, member_of
 from ftcoord.core.lease import SessionState
-from ftcoord.etcd.api import Event, Get, Span
+from ftcoord.etcd.api import Event, Get, KeyValue, Span
 from ftcoord.primitives.session import KeptLease, _Phase
 from simulator.copies import Copies
 from simulator.oracles import RUN, Oracles, Violation, is_member_key, require
 from simulator.plan import Network, Plan
+from simulator.ports import Sockets
 from simulator.stubs import CONFIG, SentinelStub
 from simulator.trace import Trace
 
@@ -129,8 +130,15 @@ class Process:
         self.client = self._client()
         self.lag = Lag(self.client)
         self.leaves = concurrency.event()
-        self.is_killed = self.is_stopped = self.is_done = self.is_cut = self._has_lost_its_host = False
+        self.is_killed = self.is_stopped = self.is_done = self.is_cut = self.has_lost_its_host = False
+        self.port_cut = ""
+        """What does not get through to or from its ask port and lines, though etcd is reached: requests or answers."""
         self.resumed_at = 0.0
+        self.sticks = False
+        """Whether the next thread that decides stays in there until `free()`."""
+        self.stuck: tuple[float, list[KeyValue]] | None = None
+        """Since when one does, and the offices that this process had then."""
+        self._is_free = concurrency.event()
         self.killed_by: Process | None = None
         self._sentinels_client = self._client(sentinel=True)
         self.sentinel = SentinelStub(name, self._sentinels_client, self._begin_sentinel)
@@ -189,9 +197,11 @@ class Process:
 
     def kill(self, *, with_host: bool) -> None:
         """SIGKILL; or its host is lost, and its sentinel with it."""
-        self.is_killed, self._has_lost_its_host = True, with_host
+        self.is_killed, self.has_lost_its_host = True, with_host
         self.client.cut_off()
         self.world.scheduler.pause(self.name)
+        if not with_host:
+            self.world.sockets.killed(self)
         if with_host:
             self._sentinels_client.cut_off()
             self.world.scheduler.pause(self.sentinels_name)
@@ -208,6 +218,23 @@ class Process:
             self.is_stopped = self.sentinel.stopped = False
             self.resumed_at = self.world.scheduler.time
             self.world.scheduler.resume(self.name)
+
+    def stick(self) -> None:
+        """A thread that decides stays in a call."""
+        self.sticks = True
+        self._is_free.clear()
+
+    def free(self) -> None:
+        self.sticks, self.stuck = False, None
+        self._is_free.set()
+
+    def decides(self) -> None:
+        """One of its threads is about to decide."""
+        if self.sticks:
+            offices = [kv for kv in map(self.world.office, self.world.groups) if kv is not None]
+            offices = [kv for kv in offices if self is self.world.owners.get(kv.lease)]
+            self.stuck = self.stuck or (self.world.scheduler.time, offices)
+            self._is_free.wait()
 
     def cut(self, direction: str) -> None:
         """Nothing gets through any longer in this direction: requests, answers, or both. Of its sentinel neither: the
@@ -226,7 +253,7 @@ class Process:
         self.link.cut, self.is_cut = "", False
         if not self.is_killed:
             self.client.reconnect()
-        if not self._has_lost_its_host:
+        if not self.has_lost_its_host:
             self._sentinels_client.reconnect()
 
     def jump(self, seconds: float) -> None:
@@ -279,7 +306,9 @@ class World:
         self.owners: dict[int, Process] = {}
         self.kept: dict[int, KeptLease] = {}
         """What the owner of each lease knows of it."""
-        self.oracles = Oracles(self.job, self._name_of, self._is_dead, self._is_killed, plan.nnodes, plan.restart)
+        self.oracles = Oracles(
+            self.job, self._name_of, self._is_dead, self._is_killed, plan.nnodes, plan.restart, plan.by_key
+        )
         self.processes: dict[str, Process] = {}
         self.begun: dict[str, Process] = {}
         """Those, and one that runs already while it is being started."""
@@ -291,6 +320,7 @@ class World:
         self.groups = [*dict.fromkeys(prefix for role, prefix in prefixes.items() if plan.cast.get(role))]
         """What the keys of each group that has members begin with."""
         self.copies = Copies(self)
+        self.sockets = Sockets(self)
         self.kills_claimers: list[Callable[[Process], None]] = []
         """Each kills a timer server that has claimed a timer, and is about to kill the worker."""
         self.is_ending = False
@@ -369,9 +399,13 @@ class World:
         """The living processes with such a role."""
         return ((one, one.role) for one in self.live if isinstance(one.role, kind))
 
+    def office(self, prefix: str) -> KeyValue | None:
+        """The office of a group."""
+        return self.oracles.kvs.get(decider_key(prefix))
+
     def decider(self, prefix: str) -> Process | None:
         """Who has the office of a group."""
-        office = self.oracles.kvs.get(decider_key(prefix))
+        office = self.office(prefix)
         return self.owners.get(office.lease) if office else None
 
     def victim(self, draw: random.Random) -> Process | None:
@@ -426,8 +460,7 @@ class World:
         if self.scheduler.ending:
             return
         for event in events:
-            if not event.kv.key.endswith("/tail"):
-                self.trace.note(self.scheduler.time, "etcd", "=", event)
+            self.trace.note(self.scheduler.time, "etcd", "=", event)
         try:
             if self.scheduler.current.name == EXPIRY_THREAD:
                 for event in events:

@@ -6,9 +6,10 @@ from typing import Final
 
 from simulator.mutants.planting import Mutant
 
-ROUNDS: Final = ("rounds", "restores")
-QUORUMS: Final = ("quorums", "lost quorums")
-ENDS: Final = ("ends", "lost ends")
+ROUNDS: Final = ("rounds", "whole jobs")
+QUORUMS: Final = ("quorums", "whole jobs")
+ENDS: Final = ("ends",)
+ACCIDENTS: Final = ("accidents of rounds", "accidents of quorums")
 STORES: Final = ("stores",)
 TIMERS: Final = ("timers",)
 VOTES: Final = ("votes",)
@@ -89,6 +90,29 @@ MUTANTS: Final = (
         "another member's answer is taken for one's own", "ftcoord.core.quorum",
         "if any(answered.get(member, 0) >= asked for member in me):",
         "if any(count >= asked for count in answered.values()):", QUORUMS,
+    ),
+    # -- the group ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "a decision is not guarded by the office", "ftcoord.primitives.group.group",
+        "self._record.publish(decision, (self._office.guard,))", "self._record.publish(decision, ())", ROUNDS,
+    ),
+    Mutant(
+        "a stuck decider keeps the office", "ftcoord.primitives.group.office",
+        "self._sentinel.rest(self._lease.id)", "pass", ("quorums",),
+    ),
+    Mutant(
+        "a lost key is no lost lease", "ftcoord.primitives.group.member_key",
+        "if now is None or not is_member(now) or now.value not in (kv.value, *sent):", "if False:", ACCIDENTS,
+    ),
+    Mutant(
+        "a deleted record calls nobody back", "ftcoord.primitives.group.membership",
+        "record = self._parse(kv.key, kv.value) if kv else None",
+        "record = self._parse(kv.key, kv.value) if kv else self.record", ("accidents of rounds",),
+    ),
+    Mutant(
+        "a number is given again", "ftcoord.core.quorum",
+        "number = max(previous.number if previous else 0, situation.highest.number, heard) + 1",
+        "number = (previous.number if previous else 0) + 1", ("accidents of quorums",), ("ftcoord logs no error",),
     ),
     # -- votes --------------------------------------------------------------------------------------------------------
     Mutant(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from simulator.history import Report, play
 from simulator.plan import plan_of
+from simulator.statements import codes_of, functions_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
         raise ValueError(f"{mutant.name}: {mutant.module} has {source.count(mutant.line)} times {mutant.line!r}")
     # Not by what the functions have now: pytest has rewritten their assertions.
     sound, changed = _by_line(module, source), _by_line(module, source.replace(mutant.line, mutant.planted))
-    before = {function: function.__code__ for function in _functions(module)}
+    before = {function: function.__code__ for function in functions_of(module)}
     try:
         changes = 0
         for function, old in before.items():
@@ -66,36 +67,16 @@ def planted(mutant: Mutant) -> Iterator[None]:
             function.__code__ = old
 
 
-def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
-    """Those of a module and of its classes."""
-    for one in vars(module).values():
-        if isinstance(one, types.FunctionType) and one.__module__ == module.__name__:
-            yield inspect.unwrap(one)
-        elif isinstance(one, type) and one.__module__ == module.__name__:
-            for inner in vars(one).values():
-                inner = inner.fget if isinstance(inner, property) else getattr(inner, "__func__", inner)
-                if isinstance(inner, types.FunctionType):
-                    yield inspect.unwrap(inner)
-
-
 def _by_line(module: types.ModuleType, source: str) -> dict[tuple[str, int], types.CodeType]:
     """The code of all functions that such a source has."""
-    code = compile(source, str(module.__file__), "exec", dont_inherit=True)
-    return {(one.co_name, one.co_firstlineno): one for one in _codes(code)}
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _codes(constant)
+    return codes_of(compile(source, str(module.__file__), "exec", dont_inherit=True))
 
 
 class AlreadyFails(ValueError):
     """A history fails though nothing is planted: what is planted there says nothing."""
 
 
-def caught_by(mutant: Mutant, seeds: range = range(300)) -> Report | None:
+def caught_by(mutant: Mutant, seeds: range = range(2000)) -> Report | None:
     """The first history in which an oracle sees it, of these seeds; None if none does.
 
     Raises AlreadyFails where the same history fails without it, and ValueError if it cannot be planted.

@@ -1,20 +1,23 @@
-"""`ftcoord dashboard`, `gateway` and `metrics`: they serve until they are interrupted."""
+"""`ftcoord dashboard`, `gateway`, `metrics` and `server`, which serve until they are interrupted, and `demo`."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from ftcoord import __version__
-from ftcoord.commands import flags
-from ftcoord.commands.flags import Flag, add_command, warn_of
-from ftcoord.config import Endpoint, EtcdConfig, listen_address, text
+from ftcoord.commands import shared
+from ftcoord.commands.shared import Flag, add_command, warn_of
+from ftcoord.config import Endpoint, EtcdConfig, listen_address, switch, text, whole
 from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.errors import ConfigError, EtcdError, FtcoordError
 from ftcoord.escaping import HIDDEN
@@ -24,8 +27,8 @@ from ftcoord.metrics import exporter
 from ftcoord.metrics.exporter import LOOPBACK, MetricsAddress, MetricsServer, host_names
 
 if TYPE_CHECKING:
-    from ftcoord.dashboard.app import Page
-    from ftcoord.dashboard.server import PageServer
+    from ftcoord.dashboard.server import Page, PageServer
+    from ftcoord.embedded.server import EtcdServer
 
 TOKEN, TOKEN_FILE = "FTCOORD_DASHBOARD_TOKEN", "FTCOORD_DASHBOARD_TOKEN_FILE"
 """Environment variables, not flags: `ps` shows command lines to everybody."""
@@ -57,16 +60,24 @@ def _listen(variable: str, default: str) -> Flag:
 
 def add_commands(commands: Any) -> None:
     listen = _listen("FTCOORD_DASHBOARD_LISTEN", "127.0.0.1:29512")
-    add_command(commands, dashboard, *flags.ETCD_KEYS, *flags.RULE_FLAGS, listen, *PAGE_FLAGS)
-    page_port = "the port for the job's dashboard; 0 for a free one"
-    add_command(
-        *(commands, gateway, Flag("--etcd ADDRESS", "FTCOORD_GATEWAY_ETCD", _JOB)),
-        *(_listen("FTCOORD_GATEWAY_LISTEN", "127.0.0.1:29510"), _metrics_port(None), *METRICS_FLAGS),
-        Flag("--page-port PORT", "FTCOORD_GATEWAY_PAGE_PORT", page_port, _PORT, None),
-        Flag("--page-host HOST", "FTCOORD_GATEWAY_PAGE_HOST", "the address for that dashboard", _HOST, LOOPBACK),
-        *PAGE_FLAGS,
-    )
-    add_command(commands, metrics, *flags.ETCD_KEYS, _metrics_port(29511), *METRICS_FLAGS)
+    add_command(commands, dashboard, *shared.ETCD_KEYS, *shared.RULE_FLAGS, listen, *PAGE_FLAGS)
+    etcd = Flag("--etcd ADDRESS", "FTCOORD_GATEWAY_ETCD", _JOB)
+    listen = _listen("FTCOORD_GATEWAY_LISTEN", "127.0.0.1:29510")
+    about = "the port for the job's dashboard; 0 for a free one"
+    page_port = Flag("--page-port PORT", "FTCOORD_GATEWAY_PAGE_PORT", about, _PORT, None)
+    about = "the address for that dashboard"
+    page_host = Flag("--page-host HOST", "FTCOORD_GATEWAY_PAGE_HOST", about, _HOST, LOOPBACK)
+    page = page_port, page_host, *PAGE_FLAGS
+    add_command(commands, gateway, etcd, listen, _metrics_port(None), *METRICS_FLAGS, *page)
+    add_command(commands, metrics, *shared.ETCD_KEYS, _metrics_port(29511), *METRICS_FLAGS)
+    about = "folder for the agents' logs; a new one if omitted"
+    add_command(commands, demo, Flag("--logs FOLDER", "FTCOORD_DEMO_LOGS", about, text, None))
+    host = Flag("--host HOST", "FTCOORD_SERVER_HOST", "the address to serve on", text, LOOPBACK)
+    port = Flag("--port PORT", "FTCOORD_SERVER_PORT", "the port to serve on; 0 for a free one", whole(0, 65535), 2379)
+    about = "folder for etcd's data; a temporary one if omitted"
+    data = Flag("--data-dir FOLDER", "FTCOORD_SERVER_DATA_DIR", about, text, None)
+    about = "let all users of this host, and all who reach it, in"
+    add_command(commands, server, host, port, data, Flag("--no-login", "FTCOORD_SERVER_NO_LOGIN", about, switch, 0))
 
 
 # -- dashboard ------------------------------------------------------------------------------------------------------
@@ -78,14 +89,11 @@ def dashboard(options: argparse.Namespace) -> int:
     The page is read-only unless FTCOORD_DASHBOARD_TOKEN or FTCOORD_DASHBOARD_TOKEN_FILE gives a token. Needs the extra
     `dashboard`.
     """
-    etcd, rules, listen = (
-        flags.etcd_config(options),
-        flags.rules_of(options),
-        listen_address("--listen", options.listen),
-    )
+    etcd, rules = shared.etcd_config(options), shared.rules_of(options)
+    listen = listen_address("--listen", options.listen)
     page = _page(options, etcd, options.key_prefix, rules=rules, listen=listen)
     warn_of(listen[0], "can read the page: it has no login")
-    ended = flags.until_interrupted()
+    ended = shared.until_interrupted()
     with _serving().PageServer(page) as served:
         print(f"the page is at {served.address}; Ctrl-C ends it", flush=True)
         while not ended():
@@ -99,7 +107,7 @@ def _page(options: argparse.Namespace, etcd: EtcdConfig, key_prefix: str, **fiel
     """Raises ConfigError, and FtcoordError without the extra that it needs."""
     token, endpoints = token_of(os.environ), [str(endpoint) for endpoint in etcd.endpoints]
     about = {"version": __version__, "host": socket.gethostname(), "key_prefix": key_prefix, "endpoints": endpoints}
-    fields = {**fields, "about": about, "host_names": host_names(options.host_names), "who": flags.who()}
+    fields = {**fields, "about": about, "host_names": host_names(options.host_names), "who": shared.who()}
     page: Page = _serving().Page(etcd=etcd, key_prefix=key_prefix, token=token, **fields)
     return page
 
@@ -150,7 +158,7 @@ def gateway(options: argparse.Namespace) -> int:
     page = _gateway_page(options)
     host, _ = listen_address("--listen", options.listen)
     warn_of(host, "can join and stop the job, and have its replicas run code: torchft's protocol has no login")
-    ended = flags.until_interrupted()
+    ended = shared.until_interrupted()
     with Gateway(options.etcd, options.listen) as served, page() as shown:
         print(f"gateway serves on {served.address()}; Ctrl-C ends it", flush=True)
         print(f"TORCHFT_LIGHTHOUSE={served.address()}", flush=True)
@@ -199,12 +207,12 @@ def metrics(options: argparse.Namespace) -> int:
 
     Reads the runs on an etcd cluster at each scrape. Needs the extra `metrics`.
     """
-    config, address = flags.etcd_config(options), _metrics_address(options)
-    from ftcoord.operator.metrics import RunsCollector
+    config, address = shared.etcd_config(options), _metrics_address(options)
+    from ftcoord.operator.reading import RunsCollector
 
     show_log_lines()
     warn_of(address.host, address.open_to)
-    ended = flags.until_interrupted()
+    ended = shared.until_interrupted()
     with MetricsServer(address, RunsCollector(config, options.key_prefix).collect) as server:
         print(f"the metrics of all runs are at {server.url}; Ctrl-C ends it", flush=True)
         while not ended():
@@ -216,3 +224,56 @@ def _metrics_address(options: argparse.Namespace) -> MetricsAddress:
     """Raises ConfigError."""
     tls = exporter.serving_tls(options.metrics_cert, options.metrics_key, options.metrics_client_ca)
     return MetricsAddress(options.metrics_host, options.metrics_port, tls, host_names(options.metrics_host_names))
+
+
+# -- demo and server --------------------------------------------------------------------------------------------------
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Train on three nodes, kill one, replace it (about a minute).
+
+    The nodes run on this host, with an embedded etcd.
+    """
+    from ftcoord.demo.run import run_demo
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+    run_demo(Path(options.logs) if options.logs else None)
+    return 0
+
+
+def server(options: argparse.Namespace) -> int:
+    """Run an embedded etcd server on this host until Ctrl-C.
+
+    It has a login whose password is in its data folder. Exits with status 1 if etcd ends.
+    """
+    from ftcoord.embedded.server import USER, EtcdServer
+
+    warn_of(options.host, "can write all keys of this etcd unless it asks for a login; its traffic is plain text")
+    ended = shared.until_interrupted()
+    login = not options.no_login
+    with EtcdServer(host=options.host, port=options.port, data_dir=options.data_dir, login=login) as etcd:
+        endpoint = etcd.get_endpoint()
+        print(f"etcd serves on {endpoint}; Ctrl-C ends it. In the shells that use it:", flush=True)
+        if login:
+            print(f"export FTCOORD_USER={USER} FTCOORD_PASSWORD_FILE={shlex.quote(etcd.password_file())}", flush=True)
+        print(f"torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint={endpoint} --rdzv-id=RUN ...", flush=True)
+        advise(etcd)
+        while not ended():
+            if not etcd.is_running():
+                print("ftcoord: etcd has exited; start it again", file=sys.stderr)
+                return 1
+    return 0
+
+
+def advise(etcd: EtcdServer) -> None:
+    """Print what this release of etcd is good for: clients do not warn about an etcd that ftcoord started."""
+    from ftcoord.etcd.api import newer_wanted
+
+    with etcd.get_client() as client:
+        version = client.version
+    if wanted := newer_wanted(version):
+        bugs = "it has known lease and watch bugs, so use"
+        print(
+            f"etcd {version} is good for trying things out; {bugs} {wanted} or newer for real training runs", flush=True
+        )

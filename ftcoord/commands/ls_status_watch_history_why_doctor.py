@@ -1,4 +1,5 @@
-"""`ftcoord status`, `watch`, `history` and `why`: the state of a job, once or whenever it changes, and its past."""
+"""`ftcoord ls`, `status`, `watch`, `history`, `why` and `doctor`: the jobs on an etcd cluster, one's state, once or
+whenever it changes, and its past, and whether the cluster is fit for jobs."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from textwrap import wrap
 from typing import Any, Final
 
 from ftcoord import concurrency
-from ftcoord.commands.flags import ETCD_KEYS, JOB, OUTPUT_FLAGS, RULE_FLAGS, Flag, add_command, client_of, rules_of
-from ftcoord.commands.output import HEALTHY, NOT_DONE, UNREACHABLE, Columns, Terminal, clock, columns, to_line
+from ftcoord.commands import shared
+from ftcoord.commands.shared import Columns, Flag, Terminal, add_command, client_of, clock, columns
 from ftcoord.config import switch
 from ftcoord.core.rendezvous_records import FAILED
 from ftcoord.escaping import counted, neutral, spanned
-from ftcoord.operator.history import explain, tell_history
-from ftcoord.operator.reading import JobWatch, read_events, read_job, with_leases
-from ftcoord.operator.report import Explanation, JobHistory, JobStatus, QuorumStatus, RoundsStatus, Watched, no_such_job
-from ftcoord.operator.status import foremost, tell_job
+from ftcoord.operator import report
+from ftcoord.operator.history import explain, history_of
+from ftcoord.operator.reading import JobWatch, read_job, read_jobs, with_leases
+from ftcoord.operator.status import foremost, status_of
 
 ROWS: Final = 50
 """Rows of a table unless the user asks for all. Only the leases of these members are read, since each takes a
@@ -36,10 +37,29 @@ _NEXT: Final = {"wait": "waits", "publish": "is due", "withheld": "is withheld"}
 
 
 def add_commands(commands: Any) -> None:
-    add_command(commands, status, JOB, *ETCD_KEYS, *RULE_FLAGS, ALL_FLAG, *OUTPUT_FLAGS)
-    add_command(commands, watch, JOB, *ETCD_KEYS, *RULE_FLAGS, *OUTPUT_FLAGS)
-    add_command(commands, history, JOB, *ETCD_KEYS, *OUTPUT_FLAGS)
-    add_command(commands, why, JOB, *ETCD_KEYS, *RULE_FLAGS, *OUTPUT_FLAGS)
+    add_command(commands, ls, *shared.ETCD_KEYS, *shared.OUTPUT_FLAGS)
+    add_command(commands, status, shared.JOB, *shared.ETCD_KEYS, *shared.RULE_FLAGS, ALL_FLAG, *shared.OUTPUT_FLAGS)
+    add_command(commands, watch, shared.JOB, *shared.ETCD_KEYS, *shared.RULE_FLAGS, *shared.OUTPUT_FLAGS)
+    add_command(commands, history, shared.JOB, *shared.ETCD_KEYS, *shared.OUTPUT_FLAGS)
+    add_command(commands, why, shared.JOB, *shared.ETCD_KEYS, *shared.RULE_FLAGS, *shared.OUTPUT_FLAGS)
+    add_command(commands, doctor, *shared.ETCD_KEYS, *shared.OUTPUT_FLAGS)
+
+
+# -- ls ---------------------------------------------------------------------------------------------------------------
+
+
+def ls(options: argparse.Namespace) -> int:
+    """List the runs and jobs on an etcd cluster.
+
+    Lists those that have keys below the key prefix: state, last round and quorum, number of live members.
+    """
+    terminal = Terminal.of(options)
+    with client_of(options) as etcd:
+        found = read_jobs(etcd, options.key_prefix)
+    fields = "JOB=job STATE=state ROUND=round NODES=nodes QUORUM=quorum REPLICAS=replicas MEMBERS=members NOTE=note"
+    lines = terminal.table(fields, found.jobs)
+    terminal.show(found, lines if found.jobs else [f"no job has keys below {neutral(found.key_prefix)}"])
+    return shared.HEALTHY
 
 
 # -- status ---------------------------------------------------------------------------------------------------------
@@ -51,18 +71,18 @@ def status(options: argparse.Namespace) -> int:
     Shows which members are in its round or quorum, missing or waiting, why there is no next one, and which worker holds
     which expiration timer. Exits with status 0 if the job is healthy.
     """
-    terminal, rules, rows = Terminal.of(options), rules_of(options), None if options.all else ROWS
+    terminal, rules, rows = Terminal.of(options), shared.rules_of(options), None if options.all else ROWS
     with client_of(options) as etcd:
         keys = read_job(etcd, options.key_prefix, options.job, with_timers=True)
-        found = with_leases(etcd, tell_job(keys, rules), rows)
+        found = with_leases(etcd.time_left, status_of(keys, rules), rows)
     terminal.show(found, status_lines(found, terminal, rows))
-    return HEALTHY if found.healthy else NOT_DONE
+    return shared.HEALTHY if found.healthy else shared.NOT_DONE
 
 
-def status_lines(found: JobStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
+def status_lines(found: report.JobStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
     """The status of a job for people, with so many rows in each table."""
     if not found.exists:
-        yield no_such_job(found.job)
+        yield report.no_such_job(found.job)
         return
     health = terminal.colour(_health(found), "good" if found.healthy else "bad")
     yield f"{terminal.colour(neutral(found.job), 'bold')}: {health} (revision {found.revision})"
@@ -86,7 +106,7 @@ def status_lines(found: JobStatus, terminal: Terminal, rows: int | None) -> Iter
     yield from _more(len(found.unreadable), rows)
 
 
-def _health(found: JobStatus) -> str:
+def _health(found: report.JobStatus) -> str:
     """In a word or two."""
     is_failed = found.rounds is not None and found.rounds.state == FAILED
     return "healthy" if found.healthy else "FAILED" if is_failed else "needs a look"
@@ -101,7 +121,7 @@ _MISSING_REPLICAS: Final = "RANK=rank REPLICA=replica_id MEMBER=member CAUSE=cau
 _TIMERS: Final = "RANK=rank HOST=host PID=pid SCOPE=scope STANDING=standing"
 
 
-def _rounds_facts(rounds: RoundsStatus) -> Iterator[tuple[str, str, str]]:
+def _rounds_facts(rounds: report.RoundsStatus) -> Iterator[tuple[str, str, str]]:
     """Each with its title, a word that has a colour, and the rest."""
     limits = spanned((rounds.min_nodes, rounds.max_nodes), "node") if rounds.max_nodes else "no limits are known"
     last = f"round {rounds.number} with {counted(rounds.size, 'node')}" if rounds.number else "no round yet"
@@ -113,13 +133,13 @@ def _rounds_facts(rounds: RoundsStatus) -> Iterator[tuple[str, str, str]]:
     yield "next round", "", _next(rounds)
 
 
-def _quorum_facts(quorum: QuorumStatus) -> Iterator[tuple[str, str, str]]:
+def _quorum_facts(quorum: report.QuorumStatus) -> Iterator[tuple[str, str, str]]:
     which = f"quorum {quorum.id} with {counted(quorum.size, 'replica')} at step {quorum.max_step}"
     yield "quorums", quorum.state, f", {which} (min_replicas {quorum.min_replicas})"
     yield "next quorum", "", _next(quorum)
 
 
-def _next(part: RoundsStatus | QuorumStatus) -> str:
+def _next(part: report.RoundsStatus | report.QuorumStatus) -> str:
     decision = part.next
     return f"{_NEXT[decision.decision]}: {decision.reason}{decision.rule and f' [{decision.rule}]'}"
 
@@ -157,7 +177,7 @@ def watch(options: argparse.Namespace) -> int:
     On a terminal it is one screen, otherwise a line for each change. Reports lost contact with etcd within a few
     seconds. The exit status is that of the last state shown.
     """
-    terminal, rules = Terminal.of(options), rules_of(options)
+    terminal, rules = Terminal.of(options), shared.rules_of(options)
     with (
         _no_warnings(),
         client_of(options) as etcd,
@@ -170,8 +190,8 @@ def watch(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             last = following.last
         if last is None or not last.connected:
-            return UNREACHABLE
-        return HEALTHY if last.status.healthy else NOT_DONE
+            return shared.UNREACHABLE
+        return shared.HEALTHY if last.status.healthy else shared.NOT_DONE
 
 
 @contextmanager
@@ -186,11 +206,11 @@ def _no_warnings() -> Iterator[None]:
         package.setLevel(before)
 
 
-def show_change(now: Watched, terminal: Terminal) -> None:
+def show_change(now: report.Watched, terminal: Terminal) -> None:
     """Show what a watch reports: as a document, on a screen that is drawn again, or in a line."""
     time = clock(concurrency.wall())
     if terminal.format != "table":
-        terminal.write(to_line(now, terminal.format))
+        terminal.write(shared.to_line(now, terminal.format))
         return
     if not terminal.is_live:
         terminal.write(f"{time} {neutral(_summary(now))}\n")
@@ -203,7 +223,7 @@ def show_change(now: Watched, terminal: Terminal) -> None:
     terminal.write(_CLEAR + "".join(f"{line}\n" for line in lines))
 
 
-def _summary(now: Watched) -> str:
+def _summary(now: report.Watched) -> str:
     """One line."""
     if not now.connected:
         return f"etcd does not answer: {now.error}"
@@ -212,7 +232,7 @@ def _summary(now: Watched) -> str:
     return "; ".join((f"revision {now.status.revision}", *_parts(now.status)))
 
 
-def _parts(found: JobStatus) -> Iterator[str]:
+def _parts(found: report.JobStatus) -> Iterator[str]:
     yield _health(found)
     facts, named = list[tuple[str, str, str]](), list[tuple[str, str]]()
     if (rounds := found.rounds) is not None:
@@ -240,12 +260,12 @@ def history(options: argparse.Namespace) -> int:
     """
     terminal = Terminal.of(options)
     with client_of(options) as etcd:
-        found = tell_history(options.job, *read_events(etcd, options.key_prefix, options.job))
+        found = history_of(read_job(etcd, options.key_prefix, options.job, with_history=True))
     terminal.show(found, history_lines(found, terminal))
-    return HEALTHY if found.events else NOT_DONE
+    return shared.HEALTHY if found.events else shared.NOT_DONE
 
 
-def history_lines(found: JobHistory, terminal: Terminal) -> Iterable[str]:
+def history_lines(found: report.JobHistory, terminal: Terminal) -> Iterable[str]:
     """A history for people."""
     if not found.events:
         return [f"etcd has no history of a job {neutral(repr(found.job))}: it never began, or its run_ttl is over"]
@@ -264,16 +284,43 @@ def why(options: argparse.Namespace) -> int:
     Explains, in one paragraph, what ended a job's last round or changed its quorum. Exits with status 0 if the job is
     healthy now, or has finished.
     """
-    terminal, rules = Terminal.of(options), rules_of(options)
+    terminal, rules = Terminal.of(options), shared.rules_of(options)
     with client_of(options) as etcd:
         keys = read_job(etcd, options.key_prefix, options.job, with_history=True)
-        past = explain(tell_job(keys, rules), keys.rounds.events, keys.quorum.events, keys.quorum.deaths)
-    terminal.show(past, why_lines(past, terminal) if keys.exists else [no_such_job(options.job)])
-    return HEALTHY if past.healthy else NOT_DONE
+        past = explain(status_of(keys, rules), keys)
+    terminal.show(past, why_lines(past, terminal) if keys.exists else [report.no_such_job(options.job)])
+    return shared.HEALTHY if past.healthy else shared.NOT_DONE
 
 
-def why_lines(found: Explanation, terminal: Terminal) -> Iterable[str]:
+def why_lines(found: report.Explanation, terminal: Terminal) -> Iterable[str]:
     """The explanation for people."""
     health = terminal.colour("healthy", "good") if found.healthy else terminal.colour("needs a look", "bad")
     yield f"{terminal.colour(neutral(found.job), 'bold')}: {health}"
     yield from wrap(neutral(found.text), LINE_WIDTH, break_on_hyphens=False)
+
+
+# -- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Check whether an etcd cluster is fit for jobs.
+
+    Checks endpoints, version, leader, alarms, space, latency, TLS, rights below the key prefix, a lease and a
+    watch, and prints what to do about each problem. Writes no keys: it measures write latency by granting and revoking
+    a lease. Exits with status 0 if there is no problem.
+    """
+    from ftcoord.etcd.addresses import discovered
+    from ftcoord.operator.doctor import examine, findings
+
+    terminal = Terminal.of(options)
+    facts = examine(discovered(shared.etcd_config(options)), options.key_prefix)
+    found = findings(facts)
+    terminal.show(found, _finding_lines(found, terminal))
+    return shared.UNREACHABLE if not facts.answering else shared.HEALTHY if found.healthy else shared.NOT_DONE
+
+
+def _finding_lines(found: report.Examination, terminal: Terminal) -> Iterator[str]:
+    for one in found.findings:
+        yield f"{terminal.word(f'{one.level:<8}')} {neutral(one.about)}: {neutral(one.found)}"
+        if one.do:
+            yield f"{'':<8} -> {neutral(one.do)}"

@@ -1,4 +1,4 @@
-"""The c10d Store whose keys live in etcd.
+"""EtcdStore: a c10d Store whose keys live in etcd.
 
 <prefix>data/<key>           a value, encoded as `core/store_values.py` describes
 <prefix>ops/<id>             the count that makes a lost answer harmless (`primitives/write_once.py`)
@@ -12,19 +12,19 @@ import os
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Final, TypeAlias, TypeVar, cast
 from urllib.parse import quote, unquote
 
-from torch.distributed import DistStoreError, Store
+import torch.distributed
+from torch.distributed import DistNetworkError, DistStoreError, Store
 
-from ftcoord import concurrency
+from ftcoord import concurrency, errors
 from ftcoord.config import EtcdConfig, lease_seconds
 from ftcoord.core import layout
 from ftcoord.core.store_values import as_bytes, counter, counts_by, plain, stored
-from ftcoord.errors import EtcdAuthError
 from ftcoord.etcd import api
 from ftcoord.etcd.api import (
     Compare,
@@ -44,7 +44,8 @@ from ftcoord.etcd.api import (
 from ftcoord.etcd.client import SharedClient
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, backoff, retry_until_answered
 from ftcoord.primitives.write_once import STORE_CLOSED, ExactlyOnceWriter, Fence, Made, round_over
-from ftcoord.store.errors import QueueEmptyError, as_torch_errors
+
+__all__ = ["EtcdStore", "QueueEmptyError", "RoundOverError"]
 
 T = TypeVar("T")
 
@@ -64,6 +65,27 @@ UNPAUSED_TRIES: Final = 3
 """Attempts before the first pause: most of the first ones only learn the key's value."""
 
 
+QueueEmptyError: type[Exception] = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
+"""torch's error for an empty queue; torch 2.6 has none."""
+
+
+class RoundOverError(errors.RoundOver, DistStoreError):
+    """The fence of a store is gone: both an `ftcoord.errors.RoundOver` and a DistStoreError."""
+
+
+@contextmanager
+def _as_torch_errors() -> Iterator[None]:
+    """Raises DistNetworkError when etcd did not answer, RoundOverError when the fence is gone, else DistStoreError."""
+    try:
+        yield
+    except errors.RoundOver as error:
+        raise RoundOverError(str(error)) from None
+    except (errors.EtcdUnavailable, errors.OutcomeUnknown) as error:
+        raise DistNetworkError(f"timeout: etcd did not answer in time: {error}") from None
+    except (errors.ClientClosed, errors.EtcdAuthError, errors.EtcdNoSpace, errors.RequestRefused) as error:
+        raise DistStoreError(str(error)) from None
+
+
 class EtcdStore(Store):
     """A `torch.distributed.Store` on etcd. Thread-safe; not usable in a forked child.
 
@@ -73,7 +95,7 @@ class EtcdStore(Store):
     Args:
         etcd: a client, or endpoints such as "h1:2379,h2:2379"; None takes them from FTCOORD_ENDPOINTS and related
             variables.
-        prefix: the prefix of all keys, ``/ftcoord/v1/@store/`` by default; end it with a slash.
+        prefix: the prefix of all keys, ``/ftcoord/v2/@store/`` by default; end it with a slash.
         timeout: how long operations wait (default 300 s), also through an outage of etcd.
         ttl: whole seconds, from 1 to 86400, that the keys written here outlive this store; etcd grants at least 2 s on
             default settings. Their lease is renewed as long as the store is open.
@@ -92,7 +114,7 @@ class EtcdStore(Store):
     - `torch.distributed.DistStoreError` when a key did not appear in time, when etcd refuses the login or the value
       (too large, or NOSPACE), or when the store or its client is closed;
     - `torch.distributed.DistNetworkError` when etcd did not answer in time;
-    - `ftcoord.store.errors.RoundOverError`, a DistStoreError, when the store's `fence` or `lease` is gone;
+    - `ftcoord.store.RoundOverError`, a DistStoreError, when the store's `fence` or `lease` is gone;
     - `ForkedProcessError` in a forked child.
 
     A store stays open until `close()` or the end of the process, also when nobody refers to it: torch's C++ objects (a
@@ -329,12 +351,12 @@ class EtcdStore(Store):
         return concurrency.now() + min(limit.total_seconds(), LONGEST_TIMEOUT)
 
     def _range(self, get: Get, deadline: float) -> api.RangeResult:
-        with as_torch_errors():
+        with _as_torch_errors():
             return self._reader.range(deadline, get)
 
     def _snapshot(self, look: Callable[[SnapshotReader], T], deadline: float) -> T:
         """What `look` returns for the store at one revision."""
-        with as_torch_errors():
+        with _as_torch_errors():
             return self._reader.snapshot(look, deadline)
 
     def _missing(self, keys: Sequence[str], deadline: float) -> list[str]:
@@ -428,7 +450,7 @@ class EtcdStore(Store):
 
     def _wait(self, gets: Sequence[Get], take: _Take, deadline: float, missing: Iterable[str]) -> None:
         """As `_Reader.until`, but raises DistStoreError for one of the `missing` keys instead of returning False."""
-        with as_torch_errors():
+        with _as_torch_errors():
             if self._reader.until(gets, take, deadline):
                 return
         name = next(iter(missing))
@@ -443,7 +465,7 @@ class EtcdStore(Store):
         look: str | None = None,
         deadline: float | None = None,
     ) -> Made:
-        with as_torch_errors():
+        with _as_torch_errors():
             return self._changes.make(ops, guards, look, self._deadline() if deadline is None else deadline)
 
     def _tries(self, key: str) -> Iterator[float]:
@@ -574,7 +596,7 @@ class _Reader:
                 # A key may have been put before the fence went: a read shows both as they are at one revision.
                 puts = [event.kv for event in item.events if event.kind == "put"]
                 has_all = self._read(gets, take, deadline) if index == _FENCE else bool(puts) and take(puts)
-            elif isinstance(item, EtcdAuthError):
+            elif isinstance(item, errors.EtcdAuthError):
                 raise item
             else:
                 return False
