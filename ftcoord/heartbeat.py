@@ -219,9 +219,9 @@ class Heartbeat:
 def _write(key: LeasedKey, beat: Beat) -> None:
     """Raises EtcdError when etcd does not take the beat in time, and ThreadFailed."""
     key.put(encode(beat))
-    if not key.wait(HEARTBEAT_TIMEOUT, through_outage=True):
-        assert key.problem is not None
-        raise key.problem
+    while not key.wait(HEARTBEAT_TIMEOUT, through_outage=True):
+        if (problem := key.problem) is not None:  # else etcd has answered in this very moment
+            raise problem
 
 
 def _leave(key: LeasedKey, run: Namespace, name: str) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import socket
 import struct
+import sys
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
@@ -46,6 +47,7 @@ from ftcoord.core.layout import decided_key
 from ftcoord.core.office import OfficeRecord
 from ftcoord.core.quorum_records import QuorumRecord
 from ftcoord.errors import StateError, ThreadNotStarted
+from ftcoord.escaping import neutral
 from ftcoord.etcd.api import KeyValue
 from ftcoord.log_once import LogOnce
 from ftcoord.primitives.group.policy import Desk
@@ -59,6 +61,9 @@ SEND_TIMEOUT: Final = 0.5
 LOOKS_EVERY: Final = 1.0
 """Seconds between two looks at whether an open connection is silent."""
 _HINT: Final = "its port answers the replicas of the job, which read its key in etcd"
+LARGEST_PORT: Final = 65535
+LONGEST_REASON: Final = 400
+"""Characters of why a connection was closed."""
 _ANSWER: Final = struct.Struct(">qq")
 _LOOPBACK: Final = "127.0.0.1"
 
@@ -116,11 +121,19 @@ class AskDesk(Desk):
 
     def serve(self, wake: Callable[[], None]) -> None:
         listener, self._listener, self._wake = self._listener, None, wake
-        if listener is not None:
-            self._line.is_here(self._key, self)
-            self._book, self._peers, self._record = AskBook(), {}, None
-            key = bytes.fromhex(self._key)
+        with self._lock:  # whoever finds this desk from now on must not find the asks of an earlier term
+            self._book, self._peers, self._seen_at = AskBook(), {}, 0
+        self._record, self._is_swept = None, False
+        if listener is None:
+            return
+        key = bytes.fromhex(self._key)
+        try:
             self._port = Port(listener, key, self, name="ftcoord-port", hint=_HINT, failed=self._note_failure)
+        except (OSError, ThreadNotStarted) as error:
+            stop_listening(listener)
+            log.warning("replicas cannot ask this process, and ask through etcd, which takes longer: %s", error)
+            return
+        self._line.is_here(self._key, self)
 
     def close(self) -> None:
         port, self._port = self._port, None
@@ -183,12 +196,14 @@ class AskDesk(Desk):
                     elif peer not in closed and self._take(_via(peer), peer, frame, now):
                         answered[peer] = None
                 except (StateError, Malformed) as error:
-                    closed[peer] = str(error)
+                    closed[peer] = neutral(str(error)[:LONGEST_REASON])
                     self._end(_via(peer))
             answer = self._answer
         _send_each((peer, "Q", answer) for peer in answered)
         for peer, why in closed.items():
-            if port is not None and isinstance(peer, Peer):
+            if isinstance(peer, _Here):
+                peer.frames.put(None)
+            elif port is not None:
                 port.close_peer(peer, why)
         self._wake()
 
@@ -198,7 +213,8 @@ class AskDesk(Desk):
         due = [via for via, at in self._reports.items() if at <= now]
         if due:
             with self._lock:
-                waiting = [(via, self._peers.get(via)) for via in self._book.waiting().intersection(due)]
+                all_waiting = self._book.waiting()
+                waiting = [(via, self._peers.get(via)) for via in due if via in all_waiting]
             for via in due:
                 del self._reports[via]
             self._reports.update((via, now + REPORTS_EVERY) for via, _ in waiting)
@@ -243,6 +259,16 @@ def listen_for(job: Job) -> tuple[socket.socket, str]:
     host = chosen or address_towards_etcd(job) or _LOOPBACK
     listener = listen(f"{in_url(job.bind or host)}:0")
     return listener, f"{in_url(host)}:{listener.getsockname()[1]}"
+
+
+def _can_be_read(ask: Ask) -> bool:
+    """Whether a decider can parse it. Else it would close the connection of all replicas of this process; by key it is
+    this replica alone that cannot be read."""
+    try:
+        parse_ask(encode_message(ask))
+    except StateError:
+        return False
+    return True
 
 
 def _nothing() -> None:
@@ -378,7 +404,7 @@ class AskLine:
     def ask(self, caller: Caller, ask: Ask) -> bool:
         """Ask, or ask again; False if that goes by key now."""
         with self._changed:
-            if self._asker.is_by_key or self._is_closed or not self._has_thread():
+            if self._asker.is_by_key or self._is_closed or not self._has_thread() or not _can_be_read(ask):
                 return False
             if self._asker.begin(caller, ask, concurrency.now()):
                 self._send("A", ask, SEND_TIMEOUT)
@@ -430,11 +456,19 @@ class AskLine:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (due := self._next()) is not None:
-            if isinstance(due, Connect):
-                self._serve(due)
-            else:
-                self._have_ask_by_key(due)
+        try:
+            while (due := self._next()) is not None:
+                if isinstance(due, Connect):
+                    self._serve(due)
+                else:
+                    self._have_ask_by_key(due)
+        finally:
+            if sys.exc_info()[1] is not None:
+                log.exception("the thread that asks the decider failed: replicas of this process ask through etcd")
+                with self._changed:
+                    self._thread = None  # the next ask begins another
+                    told = self._asker.decides_at(Place("", ""), concurrency.now())
+                self._have_ask_by_key(told)
 
     def _next(self) -> Connect | list[Caller] | None:
         with self._changed:
@@ -481,6 +515,8 @@ class AskLine:
         if here is not None and here[0] == key:
             return _LineHere(here[1], about)
         host, _, port = address.rpartition(":")
+        if int(port) > LARGEST_PORT:
+            raise ValueError("there is no such port")
         until = concurrency.now() + CONNECT_TIMEOUT
         return Line(host.removeprefix("[").removesuffix("]"), int(port), bytes.fromhex(key), until, about)
 
@@ -491,6 +527,8 @@ class AskLine:
             if asks is None or self._is_closed:
                 return False
             self._line = line
+            if isinstance(line, _LineHere):
+                self._asker.came(concurrency.now())  # nothing can be lost on that
             self._log.forget()
             for ask in asks:
                 self._send("A", ask, SEND_TIMEOUT)
@@ -503,7 +541,7 @@ class AskLine:
                 frame = line.receive(concurrency.now() + LOOKS_EVERY)
             except TimeoutError:
                 with self._changed:
-                    if self._asker.is_silent(concurrency.now()):
+                    if not isinstance(line, _LineHere) and self._asker.is_silent(concurrency.now()):
                         raise ConnectionError("it does not answer") from None
                 continue
             try:
@@ -532,7 +570,10 @@ class AskLine:
             raise Malformed(f"it sent a frame of kind {frame.kind!r}")
 
     def _take_answer(self, value: bytes, revision: int, lease: int, callers: Iterable[Caller]) -> None:
-        answered = self._read(self._key, value).answered
+        try:
+            answered = self._read(self._key, value).answered
+        except StateError:  # each caller's member reads it too, and raises this
+            answered = {}
         with self._changed:
             self._asker.answered(lambda ask: answered.get(ask.member, 0) >= ask.serial)
         for caller in callers:

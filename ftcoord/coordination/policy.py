@@ -232,7 +232,9 @@ class QuorumPolicy:
         found = []
         for known in self._known.values():
             one = asks.get(known.candidate.member)
-            if one is not None and one.ask.serial > known.record.asked:
+            # Whoever has written its key since then has asked, or withdrawn, by that: its connection is lost.
+            is_last = one is not None and known.kv.mod_revision <= one.ask.since
+            if one is not None and is_last and one.ask.serial > known.record.asked:
                 found.append(self._asking(known, one))
             else:
                 found.append(known.candidate)
@@ -249,8 +251,8 @@ class QuorumPolicy:
             0,
             one.first_at,
             known.kv.create_revision,
-            one.first_seen_at,
-            one.seen_at,
+            max(one.first_seen_at, ask.since),  # who asks has seen its own join
+            max(one.seen_at, ask.since),
             order=one.order,
         )
 
@@ -383,8 +385,9 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
 
     def leave(self) -> None:
         """The replica asks no more, for good. Idempotent."""
-        if not self._has_left:
-            self._has_left = True
+        with self._newest_lock:  # two threads may leave at the same time
+            had_left, self._has_left = self._has_left, True
+        if not had_left:
             self._line.end(self, withdraws=True)
             release(self._job, self._line)
 

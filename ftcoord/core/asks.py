@@ -55,7 +55,7 @@ class Ask:
 
     Args:
         member: the member's id.
-        since: etcd's revision at which its key was created.
+        since: etcd's revision at which its key was last written before.
         serial: the number of the request among the member's requests, 1, 2, ...
         heard, after: the highest number of a quorum, and the highest id, that it knows; 0 for none.
         request: what it asks.
@@ -175,16 +175,16 @@ class AskBook:
                 held.is_open = False
                 self.changes += 1
 
-    def answer(self, answered: Mapping[str, int]) -> set[Via]:
+    def answer(self, answered: Mapping[str, int]) -> list[Via]:
         """A record has answered these serials, by member. Returns the connections on which asks came that it answers:
         each gets the record once."""
         self._answered = answered
-        found = set[Via]()
+        found = dict[Via, None]()
         for held in self._held.values():
             if held.is_open and self._is_answered(held.ask):
                 held.is_open = False
-                found.add(held.via)
-        return found
+                found[held.via] = None
+        return list(found)
 
     def lose(self, alive: Collection[str], seen_at: int) -> list[OpenAsk]:
         """Forget the members that are gone from a copy of all members at this revision; returns their open asks."""
@@ -197,7 +197,7 @@ class AskBook:
         """Until when to wait for a newer copy of the members than that of this revision (A3); minus infinity: it is
         new enough."""
         ahead = (held.first_at for held in self._held.values() if held.is_open and held.ask.since > seen_at)
-        return max(ahead, default=-inf) + CATCHES_UP
+        return min(ahead, default=-inf) + CATCHES_UP
 
     def counting(self, alive: Collection[str]) -> dict[str, OpenAsk]:
         """The asks that count, by member."""
@@ -251,7 +251,7 @@ class Asker(Generic[C]):
     asks: dict[C, Ask] = field(default_factory=dict)
     _is_connecting: bool = False
     _fails_since: float = inf
-    """Since when asks wait for a proved connection; infinite while none does."""
+    """Since when asks wait for a connection on which something comes; infinite while none does."""
     _tries_at: float = -inf
     _came_at: float = -inf
     """When something came last, or was first waited for."""
@@ -285,7 +285,7 @@ class Asker(Generic[C]):
     def next(self, now: float) -> Connect | list[C] | float:
         """What is due: to connect; to tell these callers to ask by key (A7); or to call this again, at this time at the
         latest."""
-        if self.asks and now >= self._fails_since + BY_KEY_AFTER:
+        if self.asks and not self.is_proved and now >= self._fails_since + BY_KEY_AFTER:
             return self._give_up()
         if self.is_proved or self._is_connecting or self.place is None or not self.place.address:
             return inf
@@ -302,7 +302,7 @@ class Asker(Generic[C]):
         if number != self.number or not self._is_connecting:
             return None
         self._is_connecting, self.is_proved, self.is_by_key = False, True, False
-        self._fails_since, self._came_at = inf, now
+        self._came_at = now
         return list(self.asks.values())
 
     def lost(self, number: int, now: float) -> None:
@@ -319,8 +319,8 @@ class Asker(Generic[C]):
         return bool(self.asks) and self.is_proved and now >= self._came_at + self.patience
 
     def came(self, now: float) -> None:
-        """Something has come on the connection."""
-        self._came_at = now
+        """Something has come on the connection: only then does it count as one that works."""
+        self._fails_since, self._came_at = inf, now
 
     def answered(self, is_answered: Callable[[Ask], bool]) -> list[C]:
         """Something has come that ends these asks. Returns their callers."""

@@ -141,7 +141,7 @@ class RoundSituation:
 
     def was_said_since(self, member: RoundCandidate, time: float) -> bool:
         """Whether what a member asks of the last round was certainly said after that time."""
-        return member.seen > time and (member.seen > self.read_at or self.previous_at > time)
+        return member.seen > max(time, self.read_at)
 
 
 def limits_of(situation: RoundSituation) -> tuple[int, int]:

@@ -220,8 +220,8 @@ def test_a_decision_is_told_once_for_each_connection() -> None:
     book = AskBook()
     for at, name in enumerate("abc"):
         book.take(ask(name), Via("p", 1 + at // 2), 0.0, 4)
-    assert book.answer({"a": 1, "b": 1, "c": 1}) == {Via("p", 1), Via("p", 2)}
-    assert book.answer({"a": 1, "b": 1, "c": 1}) == set()
+    assert set(book.answer({"a": 1, "b": 1, "c": 1})) == {Via("p", 1), Via("p", 2)}
+    assert book.answer({"a": 1, "b": 1, "c": 1}) == []
     assert book.take(ask("a"), Via("p", 3), 0.0, 4)
 
 

@@ -105,9 +105,9 @@ def test_a_death_whose_cause_etcd_does_not_tell_delays_no_quorum(problem: EtcdEr
 # -- what members ask the decider itself -------------------------------------------------------------------------------
 
 
-def asked(member: str, serial: int, step: int, order: int = 1, seen_at: int = 9) -> OpenAsk:
+def asked(member: str, serial: int, step: int, order: int = 1, seen_at: int = 9, since: int = 4) -> OpenAsk:
     """An ask that came by port."""
-    ask = Ask(member, 1, serial, 0, 0, builders.request(member[0], step=step))
+    ask = Ask(member, since, serial, 0, 0, builders.request(member[0], step=step))
     return OpenAsk(ask, Via("p", 1), 0.0, order, seen_at, seen_at)
 
 
@@ -122,12 +122,20 @@ def test_of_a_members_asks_by_key_and_by_port_the_later_one_counts() -> None:
     assert steps(policy.decide(replace(seen, asks=asks), "a", 0.0)) == {"a": 0, "b": 8, "c": 9}
 
 
+def test_an_ask_by_port_counts_no_more_once_its_member_has_written_its_key() -> None:
+    """By that it has asked the same, and withdrawn: its connection was lost, which the decider does not see."""
+    seen = view(a=replica("a", 0), b=replica("b", 0))
+    policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen())
+    asks = {"a": asked("a", 1, step=5), "b": asked("b", 1, step=5, since=2)}
+    assert isinstance(policy.decide(replace(seen, asks=asks), "a", 0.0), Wait)
+
+
 @pytest.mark.parametrize(("seen_at", "seated"), [(9, "a1"), (2, None)])
 def test_a_newer_member_hides_what_came_by_port_before_it(seen_at: int, seated: str | None) -> None:
     """`a2` has come at revision 3, and does not ask."""
     seen = view(a1=replica("a", 0), a2=replica("a", 0))
     policy = QuorumPolicy(PREFIX, QuorumOptions(1, 60.0), HighestSeen())
-    verdict = policy.decide(replace(seen, asks={"a1": asked("a1", 1, step=5, seen_at=seen_at)}), "a1", 0.0)
+    verdict = policy.decide(replace(seen, asks={"a1": asked("a1", 1, step=5, seen_at=seen_at, since=2)}), "a1", 0.0)
     assert [seat.member for seat in quorum_of(verdict).seats] == [seated] if seated else isinstance(verdict, Wait)
 
 

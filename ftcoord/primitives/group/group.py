@@ -298,7 +298,11 @@ class Decider:
     def _publish(self, decision: Publish[bytes]) -> bool:
         """T3. Who lost the office decides nothing, so what a decider read when it took the office is the last word of
         all deciders before it."""
-        done = self._record.publish(decision, (self._office.guard,))
+        try:
+            done = self._record.publish(decision, (self._office.guard,))
+        except EtcdError:
+            self._record.mirror.forget()  # it may be done, and no watch brings it to who asks by port: read it
+            raise
         self.say(f"{'decided' if done else 'somebody else decided before'}: {_with_rule(decision)}")
         return done
 

@@ -142,8 +142,8 @@ class Membership(Generic[R]):
 
     @property
     def since(self) -> int:
-        """etcd's revision at which its key was created; 0 before that."""
-        return self.group.said.create_revision if self.group.said else 0
+        """etcd's revision at which its key was last written, as far as is known; 0 before it has one."""
+        return self.group.said.mod_revision if self.group.said else 0
 
     def answered(self, value: bytes, revision: int, lease: int) -> None:
         """The decider has answered this member itself, with this record."""
