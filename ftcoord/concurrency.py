@@ -236,7 +236,7 @@ def wall() -> float:
 
 
 def lock(name: str) -> Lock:
-    """A mutex. `name` is `Class.attribute`, as in the table of locks in docs/architecture.md."""
+    """A mutex. `name` is `Class.attribute`, for whoever asks what a thread waits for."""
     return _runtime.lock(name)
 
 

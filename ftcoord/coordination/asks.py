@@ -60,6 +60,7 @@ SEND_TIMEOUT: Final = 0.5
 """Seconds until a decider that does not read counts as gone."""
 LOOKS_EVERY: Final = 1.0
 """Seconds between two looks at whether an open connection is silent."""
+_NO_PORT: Final = "replicas cannot ask this process, and ask through etcd, which takes longer: %s"
 _HINT: Final = "its port answers the replicas of the job, which read its key in etcd"
 LARGEST_PORT: Final = 65535
 LONGEST_REASON: Final = 400
@@ -114,7 +115,7 @@ class AskDesk(Desk):
         try:
             self._listener, address = listen_for(self._job)
         except RuntimeError as error:
-            log.warning("replicas cannot ask this process, and ask through etcd, which takes longer: %s", error)
+            log.warning(_NO_PORT, error)
             return ""
         self._key = key
         return address
@@ -131,7 +132,7 @@ class AskDesk(Desk):
             self._port = Port(listener, key, self, name="ftcoord-port", hint=_HINT, failed=self._note_failure)
         except (OSError, ThreadNotStarted) as error:
             stop_listening(listener)
-            log.warning("replicas cannot ask this process, and ask through etcd, which takes longer: %s", error)
+            log.warning(_NO_PORT, error)
             return
         self._line.is_here(self._key, self)
 

@@ -93,7 +93,7 @@ class RoundsStatus:
         ready: whether all were taken.
         min_nodes, max_nodes: the limits that apply; 0 while none do.
         address, port: the round's bootstrap address.
-        recalled, closed, outcome, before: see the Round in docs/protocol.md.
+        recalled, closed, outcome, before: see `RoundHead` in `core.rendezvous_records`.
         next: what the decider decides now.
         members: the live ones: those with a rank first, then by age.
         missing: nodes that have a seat and are gone, by rank.

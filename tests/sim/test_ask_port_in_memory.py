@@ -67,6 +67,17 @@ def ask_of(member: str, **request: Any) -> Ask:
     return Ask(member, 5, 1, 0, 0, builders.request(member, **request))
 
 
+def both_ends() -> tuple[AskLine, AskDesk]:
+    """The line and the desk of a process that decides, and asks as `m1`."""
+    line = AskLine(JOB, parse_quorum)
+    desk = AskDesk(JOB, line, parse_quorum)
+    address = desk.open(KEY)
+    desk.serve(lambda: None)
+    line.office_is(OfficeRecord("m1", address, KEY), 10, anew=True)
+    assert line.ask(Caller(), ask_of("m1"))
+    return line, desk
+
+
 def in_virtual_time(scenario: Callable[[Scheduler], None]) -> None:
     scheduler = Scheduler()
     scheduler.run(lambda: scenario(scheduler))
@@ -74,12 +85,7 @@ def in_virtual_time(scenario: Callable[[Scheduler], None]) -> None:
 
 def test_a_deciders_own_replicas_ask_for_as_long_as_they_wait() -> None:
     def scenario(world: Scheduler) -> None:
-        line = AskLine(JOB, parse_quorum)
-        desk = AskDesk(JOB, line, parse_quorum)
-        address = desk.open(KEY)
-        desk.serve(lambda: None)
-        line.office_is(OfficeRecord("m1", address, KEY), 10, anew=True)
-        assert line.ask(Caller(), ask_of("m1"))
+        line, desk = both_ends()
         for _ in range(2000):
             world.sleep(0.05)
             assert desk.asks({"m1"}, 10)
@@ -92,12 +98,7 @@ def test_a_deciders_own_replicas_ask_for_as_long_as_they_wait() -> None:
 @pytest.mark.parametrize("what", [{"step": -(2**63)}, {"world_size": 2**63}])
 def test_an_ask_that_nobody_could_read_goes_by_key_and_leaves_the_others(what: dict[str, int]) -> None:
     def scenario(world: Scheduler) -> None:
-        line = AskLine(JOB, parse_quorum)
-        desk = AskDesk(JOB, line, parse_quorum)
-        address = desk.open(KEY)
-        desk.serve(lambda: None)
-        line.office_is(OfficeRecord("m1", address, KEY), 10, anew=True)
-        assert line.ask(Caller(), ask_of("m1"))
+        line, desk = both_ends()
         assert not line.ask(Caller(), ask_of("m2", **what))
         world.sleep(1)
         assert desk.asks({"m1", "m2"}, 10).keys() == {"m1"}
