@@ -264,7 +264,7 @@ class _Counting:
         """Once in each `MONITOR_INTERVAL`."""
         now = time.monotonic()
         self.count.longest_pause = max(self.count.longest_pause, now - self._looked - MONITOR_INTERVAL)
-        self.count.least_left = min([self.count.least_left, *Renewer.of_process().times_left()])
+        self.count.least_left = min([self.count.least_left, *(one.time_left for one in Renewer.of_process().leases())])
         self.count.lost = self._agent.incarnations - 1
         self._looked = now
         if self._joining is not None:

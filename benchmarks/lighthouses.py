@@ -19,8 +19,7 @@ def classes(kind: str) -> tuple[Any, Any]:
     """ManagerServer and ManagerClient of that kind."""
     if kind == OURS:
         return ManagerServer, ManagerClient
-    from torchft._torchft import ManagerClient as NativeClient
-    from torchft._torchft import ManagerServer as NativeServer
+    from torchft._torchft import ManagerClient as NativeClient, ManagerServer as NativeServer
 
     return NativeServer, NativeClient
 

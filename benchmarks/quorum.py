@@ -151,13 +151,7 @@ def run(sizes: tuple[int, ...], repeat: int) -> str:
         ratios = (ours.seconds / raw, ours.seconds / writes[count], ours.seconds / theirs.seconds)
         each = ours.load.writes / repeat / count if ours.load else 0.0
         rows.append(
-            [
-                str(count),
-                *cells,
-                f"{1000 * writes[count]:.2f}",
-                *(f"{ratio:.1f}x" for ratio in ratios),
-                f"{each:.2f}",
-            ]
+            [str(count), *cells, f"{1000 * writes[count]:.2f}", *(f"{ratio:.1f}x" for ratio in ratios), f"{each:.2f}"]
         )
     small, large = found[sizes[0]][OURS].seconds / raw, found[sizes[-1]]
     return f"""## Quorums

@@ -229,11 +229,7 @@ def _outages(trials: int) -> list[list[str]]:
     away = [_at_another() for _ in range(trials)]
     return [
         [f"it is killed, and back after {BACK_AFTER:g} s", *map(_spread, back)],
-        [
-            "one of two is killed; two replicas at the other one ask",
-            _spread(away),
-            "-",
-        ],
+        ["one of two is killed; two replicas at the other one ask", _spread(away), "-"],
     ]
 
 

@@ -22,11 +22,8 @@ from ftcoord.core.layout import decided_key, member_of
 from ftcoord.core.verdict import Next, Outlook, Publish, Standing, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
-from ftcoord.primitives.group.membership import ParticipantOptions
-from ftcoord.primitives.group.pace import Look, signals_at
-from ftcoord.primitives.group.participant import Participant
-from ftcoord.primitives.group.policy import View
-from ftcoord.primitives.group.use import Use
+from ftcoord.primitives.group.participant import Participant, ParticipantOptions
+from ftcoord.primitives.group.use import Look, Use, View, signals_at
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Rendezvous (needs torch):
 - `EtcdRendezvousBackend`: stores the state of torch's own rendezvous state machine (`etcd-v3-dynamic`).
 - `register_init_methods`: lets `init_process_group` take `init_method="etcd://..."`.
 - `install_legacy_names`: makes torch's backend names `etcd` and `etcd-v2` run on ftcoord.
+- `AgreedStop`: tells each rank when to leave its loop, all at the same step.
 - `EtcdStore`: a `torch.distributed.Store` whose keys live in etcd.
 
 Coordination:
@@ -42,23 +43,25 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ftcoord import coordination, errors, timer
-    from ftcoord.config import EtcdConfig
-    from ftcoord.core.layout import Span
-    from ftcoord.core.lease import SessionState
-    from ftcoord.embedded.server import EtcdServer
-    from ftcoord.etcd.api import Compare, Delete, Get, Put
-    from ftcoord.etcd.client import EtcdClient
-    from ftcoord.heartbeat import Heartbeat, watch_heartbeats
-    from ftcoord.primitives.deaths import cause_of_death
-    from ftcoord.primitives.session import Session
-    from ftcoord.rendezvous.backend import EtcdRendezvousBackend
-    from ftcoord.rendezvous.handler import EtcdRendezvousHandler
-    from ftcoord.rendezvous.init_method import register_init_methods
-    from ftcoord.rendezvous.torchelastic import install_legacy_names
-    from ftcoord.store import EtcdStore
+    from ftcoord import coordination as coordination, errors as errors, timer as timer
+    from ftcoord._torchrun import install_legacy_names as install_legacy_names
+    from ftcoord.config import EtcdConfig as EtcdConfig
+    from ftcoord.core.layout import Span as Span
+    from ftcoord.core.lease import SessionState as SessionState
+    from ftcoord.embedded.server import EtcdServer as EtcdServer
+    from ftcoord.etcd.api import Compare as Compare, Delete as Delete, Get as Get, Put as Put
+    from ftcoord.etcd.client import EtcdClient as EtcdClient
+    from ftcoord.heartbeat import Heartbeat as Heartbeat, watch_heartbeats as watch_heartbeats
+    from ftcoord.primitives.deaths import cause_of_death as cause_of_death
+    from ftcoord.primitives.session import Session as Session
+    from ftcoord.rendezvous.backend import EtcdRendezvousBackend as EtcdRendezvousBackend
+    from ftcoord.rendezvous.handler import EtcdRendezvousHandler as EtcdRendezvousHandler
+    from ftcoord.rendezvous.init_method import register_init_methods as register_init_methods
+    from ftcoord.stop import AgreedStop as AgreedStop
+    from ftcoord.store import EtcdStore as EtcdStore
 
 _HOMES = {
+    "AgreedStop": "ftcoord.stop",
     "Compare": "ftcoord.etcd.api",
     "Delete": "ftcoord.etcd.api",
     "EtcdClient": "ftcoord.etcd.client",
@@ -74,37 +77,13 @@ _HOMES = {
     "SessionState": "ftcoord.core.lease",
     "Span": "ftcoord.core.layout",
     "cause_of_death": "ftcoord.primitives.deaths",
-    "install_legacy_names": "ftcoord.rendezvous.torchelastic",
+    "install_legacy_names": "ftcoord._torchrun",
     "register_init_methods": "ftcoord.rendezvous.init_method",
     "watch_heartbeats": "ftcoord.heartbeat",
 }
 
-__all__ = [
-    "Compare",
-    "Delete",
-    "EtcdClient",
-    "EtcdConfig",
-    "EtcdRendezvousBackend",
-    "EtcdRendezvousHandler",
-    "EtcdServer",
-    "EtcdStore",
-    "Get",
-    "Heartbeat",
-    "Put",
-    "Session",
-    "SessionState",
-    "Span",
-    "cause_of_death",
-    "coordination",
-    "errors",
-    "install_legacy_names",
-    "register_init_methods",
-    "timer",
-    "watch_heartbeats",
-]
-
-
 _MODULES = ("coordination", "errors", "timer")
+__all__ = sorted([*_HOMES, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:

@@ -10,13 +10,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Final, TextIO
+from typing import Final
 
 from ftcoord import __version__
 from ftcoord.commands.shared import HEALTHY, INTERRUPTED, NOT_DONE, UNREACHABLE, WRONG_USE, Flag, add_command, resolve
 from ftcoord.errors import NO_ETCD, ConfigError, EtcdUnavailable, FtcoordError, OutcomeUnknown
 
-FILES: Final = ("ls_status_watch_history_why_doctor", "evict_drain_close_kill", "demo_server_dashboard_gateway_metrics")
+FILES: Final = (
+    "ls_status_watch_history_why_doctor",
+    "evict_drain_close_stop_kill",
+    "demo_server_dashboard_gateway_metrics",
+)
 """The modules of `ftcoord.commands`, each named after its commands. Only the given command's module is loaded: loading
 all would take longer than most commands do."""
 SHELLS: Final = ("bash", "zsh", "tcsh")
@@ -34,8 +38,7 @@ _NO_MORE: Final = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
-    _replace_what_is_closed()
-    _replace_what_lacks(sys.stdout, sys.stderr)
+    _make_usable()
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
@@ -74,17 +77,13 @@ def _run(given: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _replace_what_is_closed() -> None:
-    """A command does its work though nobody can read its output, or ask for it."""
+def _make_usable() -> None:
+    """A command does its work though nobody can read its output, or ask for it. What is printed has an escape for each
+    character that its encoding lacks, as that of an ASCII terminal does."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 open until the process ends
-
-
-def _replace_what_lacks(*streams: TextIO) -> None:
-    """Have these streams write an escape for each character that their encoding lacks, as that of an ASCII terminal
-    does, and not raise."""
-    for stream in streams:
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 

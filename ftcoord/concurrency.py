@@ -3,7 +3,7 @@
 In a user's process these are Python's own. `tests/virtual` replaces them with a scheduler and a virtual clock, so
 that the same code runs deterministically, and a test can check the order in which locks are taken.
 
-An object keeps the runtime that it was made with: install another one before.
+An object stays in the world that it was made in: `use` another one before.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from types import TracebackType
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from ftcoord.closing import Closing
 from ftcoord.errors import ClientClosed, EtcdError, StateError, ThreadNotStarted
@@ -34,78 +33,19 @@ LONGEST_WAIT: Final = threading.TIMEOUT_MAX
 """Seconds: a lock refuses longer waits."""
 
 Empty = queue.Empty
-"""The error of `Queue.get` after its timeout, in every runtime."""
+"""The error of `Queue.get` after its timeout."""
 
 
-class Lock(Protocol):
-    """A mutex, as `threading.Lock`."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
-    def release(self) -> None: ...
-    def __enter__(self) -> bool: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> object: ...
+Event: TypeAlias = threading.Event
+Condition: TypeAlias = threading.Condition
+Lock: TypeAlias = "threading.Lock | threading.RLock"
+Thread: TypeAlias = threading.Thread
+"""What the functions below make. In virtual time these are objects of the same form."""
 
 
-class Condition(Lock, Protocol):
-    """As `threading.Condition` on a reentrant lock of its own."""
-
-    def wait(self, timeout: float | None = None) -> bool: ...
-    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T: ...
-    def notify(self, n: int = 1) -> None: ...
-    def notify_all(self) -> None: ...
-
-
-class Event(Protocol):
-    """As `threading.Event`."""
-
-    def is_set(self) -> bool: ...
-    def set(self) -> None: ...
-    def clear(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> bool: ...
-
-
-class Queue(Protocol[T]):
-    """As `queue.SimpleQueue`."""
-
-    def put(self, item: T) -> None: ...
-    def get(self, block: bool = True, timeout: float | None = None) -> T: ...
-    def empty(self) -> bool: ...
-
-
-class Thread(Protocol):
-    """As `threading.Thread`; `ident` is None before it was started."""
-
-    name: str
-
-    @property
-    def ident(self) -> int | None: ...
+class _Thread(threading.Thread):
     def start(self) -> None:
         """Raises ThreadNotStarted."""
-
-    def join(self, timeout: float | None = None) -> None: ...
-    def is_alive(self) -> bool: ...
-
-
-class Runtime(Protocol):
-    """Makes all of the above. Locks get a name, `Class.attribute`, by which a deadlock in virtual time is reported."""
-
-    def now(self) -> float: ...
-    def wall(self) -> float: ...
-    def lock(self, name: str) -> Lock: ...
-    def rlock(self, name: str) -> Lock: ...
-    def condition(self, name: str) -> Condition: ...
-    def event(self) -> Event: ...
-    def queue(self) -> Queue[Any]: ...
-    def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Thread: ...
-    def current_thread(self) -> Thread: ...
-    def is_main_thread(self) -> bool: ...
-    def of_process(self, make: Callable[[], T]) -> T: ...
-
-
-class _PythonThread(threading.Thread):
-    def start(self) -> None:
         try:
             super().start()
         except RuntimeError as error:
@@ -114,7 +54,7 @@ class _PythonThread(threading.Thread):
             raise ThreadNotStarted(self.name, error) from None
 
 
-class PythonQueue(Generic[T]):
+class Queue(Generic[T]):
     """As `queue.SimpleQueue`, except that `get` ends when its timeout does.
 
     Python 3.11's may wait for the next `put` instead: if the timeout runs out while the thread is not scheduled, or
@@ -143,7 +83,8 @@ class PythonQueue(Generic[T]):
                 if self._items:  # several were put, and the lock may have been released only once: others may wait
                     self._wake_one()
                 return item
-            if not block or not self._nothing_new.acquire(timeout=_lock_timeout(deadline - time.monotonic())):
+            left = deadline - time.monotonic()
+            if not block or not self._nothing_new.acquire(timeout=-1 if left > LONGEST_WAIT else max(left, 0)):
                 raise Empty
 
     def empty(self) -> bool:
@@ -155,133 +96,112 @@ class PythonQueue(Generic[T]):
                 self._nothing_new.release()
 
 
-def _lock_timeout(left: float) -> float:
-    return -1 if left > LONGEST_WAIT else max(left, 0)
-
-
-class Python:
-    """Python's own threads and clocks."""
-
-    def __init__(self) -> None:
-        # Guards `_own`. Reentrant: what is made may need another of these. A child gets a new one, since a thread that
-        # it does not have may hold the parent's; what the parent made stays where it is, and is not finalized there.
-        self._own_lock = threading.RLock()
-        self._own: dict[tuple[int, Callable[[], Any]], Any] = {}
-        os.register_at_fork(after_in_child=self._renew_lock)
-
-    now = staticmethod(time.monotonic)  # not wrapped: every wait and every request asks for it
-
-    def wall(self) -> float:
-        return time.time()
-
-    def lock(self, name: str) -> Lock:
-        return threading.Lock()
-
-    def rlock(self, name: str) -> Lock:
-        return threading.RLock()
-
-    def condition(self, name: str) -> Condition:
-        return threading.Condition()
-
-    def event(self) -> Event:
-        return threading.Event()
-
-    def queue(self) -> Queue[Any]:
-        return PythonQueue()
-
-    def thread(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> Thread:
-        return _PythonThread(target=target, args=args, name=name, daemon=True)
-
-    def current_thread(self) -> Thread:
-        return threading.current_thread()
-
-    def is_main_thread(self) -> bool:
-        return threading.current_thread() is threading.main_thread()
-
-    def of_process(self, make: Callable[[], T]) -> T:
-        with self._own_lock:
-            key = (os.getpid(), make)
-            if key not in self._own:
-                self._own[key] = make()
-            found: T = self._own[key]
-            return found
-
-    def _renew_lock(self) -> None:
-        self._own_lock = threading.RLock()
-
-
-_runtime: Runtime = Python()
+_world: Any = None
+"""A simulation with a method for each of the functions below; None for Python's own threads and clocks."""
 
 
 @contextmanager
-def use(runtime: Runtime) -> Iterator[None]:
-    """Have everything that is made meanwhile, in the whole process, made by this runtime. For tests."""
-    global _runtime
-    before, _runtime = _runtime, runtime
+def use(world: object) -> Iterator[None]:
+    """Have everything that is made meanwhile, in the whole process, made by this simulation. For tests."""
+    global _world
+    before, _world = _world, world
     try:
         yield
     finally:
-        _runtime = before
-        _cancel_all_of(runtime)
+        _world = before
+        # Nothing closes its objects any more. What they would have closed refers to all of the simulation, which would
+        # otherwise stay in memory for as long as the process lives.
+        for end in [end for end in _ends.copy() if end.world is world]:
+            end.cancel()
 
 
 def now() -> float:
     """Monotonic seconds."""
-    return _runtime.now()
+    return time.monotonic() if _world is None else float(_world.now())
 
 
 def wall() -> float:
     """Seconds since 1970, for people only: no decision may depend on it."""
-    return _runtime.wall()
+    return time.time() if _world is None else float(_world.wall())
 
 
 def lock(name: str) -> Lock:
-    """A mutex. `name` is `Class.attribute`, for whoever asks what a thread waits for."""
-    return _runtime.lock(name)
+    """A mutex. `name` is `Class.attribute`, by which a deadlock in virtual time is reported."""
+    return _world.lock(name) if _world else threading.Lock()
 
 
 def rlock(name: str) -> Lock:
     """A reentrant mutex."""
-    return _runtime.rlock(name)
+    return _world.rlock(name) if _world else threading.RLock()
 
 
 def condition(name: str) -> Condition:
     """A condition with its own reentrant lock, which gets this name."""
-    return _runtime.condition(name)
+    return _world.condition(name) if _world else threading.Condition()
 
 
 def event() -> Event:
-    return _runtime.event()
+    return _world.event() if _world else threading.Event()
 
 
 def inbox() -> Queue[Any]:
     """A queue without a bound."""
-    return _runtime.queue()
+    return _world.queue() if _world else Queue()
 
 
 def thread(target: Callable[..., object], name: str, *args: object) -> Thread:
     """A daemon thread, not yet started."""
-    return _runtime.thread(target, name, args)
+    return _thread_in(_world, target, name, *args)
+
+
+def _thread_in(world: Any, target: Callable[..., object], name: str, *args: object) -> Thread:
+    made: Thread = (
+        world.thread(target, name, args) if world else _Thread(target=target, args=args, name=name, daemon=True)
+    )
+    return made
 
 
 def current_thread() -> Thread:
     """The thread that runs this."""
-    return _runtime.current_thread()
+    return _world.current_thread() if _world else threading.current_thread()
 
 
 def is_main_thread() -> bool:
     """Whether this is the thread on which Python runs signal handlers."""
-    return _runtime.is_main_thread()
+    return _world.is_main_thread() if _world else threading.current_thread() is threading.main_thread()
+
+
+_own: dict[tuple[int, Callable[[], Any]], Any] = {}
+"""What `of_process` returned, by the pid. What a parent made stays here in its child, and is not finalized there."""
+_own_lock = threading.RLock()
+"""Guards `_own`. Reentrant: what is made may need another of these."""
+
+
+def _renew_lock() -> None:
+    global _own_lock
+    _own_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # a thread that the child does not have may hold its parent's
 
 
 def of_process(make: Callable[[], T]) -> T:
     """The object that `make` made in this process: a process has one of these, and a forked child gets its own."""
-    return _runtime.of_process(make)
+    found: T
+    if _world:
+        found = _world.of_process(make)
+        return found
+    with _own_lock:
+        key = (os.getpid(), make)
+        if key not in _own:
+            _own[key] = make()
+        found = _own[key]
+        return found
 
 
 def sleep(seconds: float) -> None:
     """Wait, when there is no event to wait for."""
-    _runtime.event().wait(seconds)
+    event().wait(seconds)
 
 
 @contextmanager
@@ -306,7 +226,7 @@ class _End:
     """Closes an object's resources once: on a thread when the object is dropped, or when the process ends."""
 
     def __init__(self, owner: object, close: Callable[[], None], last: bool) -> None:
-        self.last, self.pid, self.runtime, self.done = last, os.getpid(), _runtime, event()  # never change
+        self.last, self.pid, self.world, self.done = last, os.getpid(), _world, event()  # never change
         self._close = [close]  # who takes it out closes
         self._finalizer = weakref.finalize(owner, self.dropped)
         self._finalizer.atexit = False
@@ -317,7 +237,7 @@ class _End:
         can be started, the end of the process closes the object. Does nothing in a forked child."""
         if self.pid == os.getpid():
             with suppress(ThreadNotStarted):
-                self.runtime.thread(self.close, "ftcoord-forget").start()
+                _thread_in(self.world, self.close, "ftcoord-forget").start()
 
     def close(self) -> None:
         """Or wait, at the end of the process, for the thread that does."""
@@ -358,13 +278,6 @@ def when_forgotten(
     soon even if etcd is unreachable. Returns a function that cancels this: call it when `owner` is closed.
     """
     return _End(owner, partial(close, *arguments), last).cancel
-
-
-def _cancel_all_of(runtime: Runtime) -> None:
-    """For a simulation that has ended: nothing closes its objects any more. What they would have closed refers to all
-    of the simulation, which would otherwise stay in memory for as long as the process lives."""
-    for end in [end for end in _ends.copy() if end.runtime is runtime and not isinstance(runtime, Python)]:
-        end.cancel()
 
 
 def exit_deadline() -> float:

@@ -214,17 +214,11 @@ def full_text(key: str, value: object, allowed: str = "give a text that is not e
     """A parser for ids and names, which are taken as they are, including white space. Raises ConfigError."""
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(key, redacted(value), allowed)
-    if not _is_utf8(value):
-        raise ConfigError(key, redacted(value), "it is not UTF-8; in a locale without it set PYTHONUTF8=1")
-    return value
-
-
-def _is_utf8(text: str) -> bool:
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError:  # bytes of the command line that are no text in this locale
-        return False
-    return True
+        raise ConfigError(key, redacted(value), "it is not UTF-8; in a locale without it set PYTHONUTF8=1") from None
+    return value
 
 
 def text(key: str, value: object) -> str:
@@ -378,28 +372,25 @@ class EtcdConfig:
         Raises:
             ConfigError: a setting is malformed, contradicts another, or names a file that cannot be read.
         """
-        variables = os.environ if env is None else env
-        arguments = {
-            "endpoints": _joined(endpoints, names or {}),
-            "ca_cert": ca_cert,
-            "cert": cert,
-            "key": key,
-            "server_name": server_name,
-            "user": user,
-            "password": password,
-            "request_timeout": request_timeout,
+        names, env = names or {}, os.environ if env is None else env
+        arguments = {**locals(), "endpoints": _joined(endpoints, names)}
+        given = {
+            one: Given(names.get(one, one), arguments[one])
+            if arguments[one] is not None
+            else next((Given(name, env[name]) for name in variables if env.get(name, "").strip()), None)
+            for one, variables in _VARIABLES.items()
         }
-        given = _collect(arguments, names or {}, variables)
-        addresses, by_scheme = _endpoints(given.get("endpoints"), variables)
+        addresses, by_scheme = _endpoints(given["endpoints"], env)
         if secure is not None and by_scheme is not None and secure != by_scheme:
-            protocol = (names or {}).get("secure", "secure")
+            protocol = names.get("secure", "secure")
             allowed = f"the endpoints say {_scheme(by_scheme)}://; leave {protocol} out or change them"
             raise ConfigError(protocol, _scheme(secure), allowed)
+        timeout = given["request_timeout"]
         return cls(
             endpoints=addresses,
             tls=_tls(given, by_scheme if secure is None else secure),
-            credentials=_credentials(given, variables),
-            request_timeout=_request_timeout(given.get("request_timeout")),
+            credentials=_credentials(given, env),
+            request_timeout=seconds(timeout.name, timeout.value) if timeout else 5.0,
         )
 
     @classmethod
@@ -431,17 +422,6 @@ class Given:
         return text(self.name, self.value)
 
 
-def _collect(arguments: Mapping[str, object], names: Mapping[str, str], env: Mapping[str, str]) -> dict[str, Given]:
-    given: dict[str, Given] = {}
-    for setting, variables in _VARIABLES.items():
-        candidates = [Given(name, env[name]) for name in variables if env.get(name, "").strip()]
-        if arguments[setting] is not None:
-            candidates.insert(0, Given(names.get(setting, setting), arguments[setting]))
-        if candidates:
-            given[setting] = candidates[0]
-    return given
-
-
 def _scheme(secure: bool) -> str:
     return "https" if secure else "http"
 
@@ -465,26 +445,25 @@ def _endpoints(given: Given | None, env: Mapping[str, str]) -> tuple[tuple[Endpo
     return parse_endpoints(given.name, f"{SRV}{given.text}")
 
 
-def _tls(given: Mapping[str, Given], secure: bool | None) -> Tls | None:
-    wanted = [given[setting] for setting in ("ca_cert", "cert", "key", "server_name") if setting in given]
+def _tls(given: Mapping[str, Given | None], secure: bool | None) -> Tls | None:
+    ca_cert, cert, key, server_name = (given[setting] for setting in ("ca_cert", "cert", "key", "server_name"))
+    wanted = [one for one in (ca_cert, cert, key, server_name) if one]
     if not (wanted if secure is None else secure):
         if wanted:
             allowed = "TLS settings need TLS, but http is asked for; use https:// endpoints, or leave this setting out"
             raise ConfigError(wanted[0].name, redacted(wanted[0].value), allowed)
         return None
-    cert, key = given.get("cert"), given.get("key")
-    if (cert is None) != (key is None):
-        alone = cert or key
-        assert alone is not None
-        missing = "key (FTCOORD_KEY)" if key is None else "cert (FTCOORD_CERT)"
-        raise ConfigError(alone.name, redacted(alone.value), f"a certificate and its key go together; give {missing}")
+    for alone, other, missing in ((cert, key, "key (FTCOORD_KEY)"), (key, cert, "cert (FTCOORD_CERT)")):
+        if alone and not other:
+            allowed = f"a certificate and its key go together; give {missing}"
+            raise ConfigError(alone.name, redacted(alone.value), allowed)
     tls = Tls(
-        ca=_pem_file(given.get("ca_cert"), files.CERTIFICATE),
+        ca=_pem_file(ca_cert, files.CERTIFICATE),
         cert=_pem_file(cert, files.CERTIFICATE),
         key=_pem_file(key, files.PRIVATE_KEY),
-        server_name=_server_name(given.get("server_name")),
+        server_name=_server_name(server_name),
     )
-    if key is not None and tls.cert and tls.key and files.is_anothers(tls.cert, tls.key):
+    if key and tls.cert and tls.key and files.is_anothers(tls.cert, tls.key):
         raise ConfigError(key.name, tls.key, f"it is not the private key of the certificate {tls.cert}")
     return tls
 
@@ -506,8 +485,8 @@ def _server_name(given: Given | None) -> str | None:
     return host
 
 
-def _credentials(given: Mapping[str, Given], env: Mapping[str, str]) -> Credentials | None:
-    user, password = given.get("user"), given.get("password")
+def _credentials(given: Mapping[str, Given | None], env: Mapping[str, str]) -> Credentials | None:
+    user, password = given["user"], given["password"]
     if user is None:
         if password is None:
             return None
@@ -534,7 +513,3 @@ def _password(given: Given, env: Mapping[str, str]) -> str:
     if not value:
         raise ConfigError(given.name, HIDDEN, "the password must be a text that is not empty")
     return value
-
-
-def _request_timeout(given: Given | None) -> float:
-    return 5.0 if given is None else seconds(given.name, given.value)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
@@ -93,47 +93,36 @@ class HeartbeatEvent:
     cause: str = ""
 
 
-class _Life(NamedTuple):
-    """The process that represents a name: the newest that has it."""
-
-    key: str
-    created: int
-    data: str
-
-
 class Roll:
     """The live names. Of several processes with one name only the newest counts: it has replaced the others."""
 
     def __init__(self) -> None:
-        self._lives: dict[str, _Life] = {}
+        self._lives: dict[str, tuple[str, int, str]] = {}
+        """By name: the key of the process that represents it, since which revision that exists, and the data."""
 
     def note(self, key: str, created: int, beat: Beat) -> HeartbeatEvent | None:
         """The event for a beat that was written, to a key that has existed since the revision `created`."""
         if beat.left:
-            return self._end(key, beat.name, "left", "")
+            return self.drop(key, beat.name, left=True)
         before = self._lives.get(beat.name)
-        if before is not None and created < before.created:
+        if before is not None and created < before[1]:
             return None
-        self._lives[beat.name] = _Life(key, created, beat.data)
-        if before is not None and before.data == beat.data:
+        self._lives[beat.name] = key, created, beat.data
+        if before is not None and before[2] == beat.data:
             return None
         return HeartbeatEvent("updated" if before else "joined", beat.name, json.loads(beat.data))
 
-    def drop(self, key: str, name: str, cause: str = "") -> HeartbeatEvent | None:
-        """The event for a key that is gone; `cause` is why its process died, if it did."""
-        return self._end(key, name, "died" if cause else "expired", cause)
+    def drop(self, key: str, name: str, cause: str = "", *, left: bool = False) -> HeartbeatEvent | None:
+        """The event for a key that is gone, or whose heartbeat has `left`; `cause` is why its process died, if it
+        did."""
+        if not self.speaks_for(key, name):
+            return None
+        data = json.loads(self._lives.pop(name)[2])
+        return HeartbeatEvent("lost", name, data, "left" if left else "died" if cause else "expired", cause)
 
     def speaks_for(self, key: str, name: str) -> bool:
         """Whether the process with this key represents the name."""
-        life = self._lives.get(name)
-        return life is not None and life.key == key
-
-    def _end(
-        self, key: str, name: str, reason: Literal["left", "died", "expired"], cause: str
-    ) -> HeartbeatEvent | None:
-        if not self.speaks_for(key, name):
-            return None
-        return HeartbeatEvent("lost", name, json.loads(self._lives.pop(name).data), reason, cause)
+        return self._lives.get(name, ("",))[0] == key
 
 
 # -- one's own --------------------------------------------------------------------------------------------------------
@@ -278,8 +267,7 @@ class HeartbeatWatch(Closing):
 
     def _changes(self) -> list[Change]:
         try:
-            news = self._feed.next(WATCH_CHECK_INTERVAL)
-            return news.changes if news else []
+            return self._feed.next(WATCH_CHECK_INTERVAL) or []
         except ClientClosed:
             self._closed.set()
         except EtcdAuthError:

@@ -19,12 +19,10 @@ from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGro
 
 from ftcoord import concurrency
 from ftcoord.closing import weakly
-from ftcoord.coordination.observer import QuorumWatch
+from ftcoord.coordination.lighthouse import QuorumWatch
 from ftcoord.errors import ConfigError, FtcoordError
 
 log = logging.getLogger(__name__)
-errors_log: Final = logging.getLogger("torchft_errors")
-"""torchft's logger. With TORCHFT_USE_OTEL, its records go to OpenTelemetry."""
 
 LIGHTHOUSE: Final = "TORCHFT_LIGHTHOUSE"
 
@@ -60,8 +58,8 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         connect_timeout: how long to look for etcd.
 
     Raises RuntimeError when etcd is not found in that time. If the watch itself fails, an error is logged and
-    `failure` is set: until the next quorum, a collective may wait for a dead replica until its own timeout. The watch
-    ends with `close()`, or when nobody refers to this object.
+    `failure` is set: from then on, a collective may wait for a dead replica until its own timeout. The watch ends with
+    `close()`, or when nobody refers to this object.
     """
 
     def __init__(
@@ -75,16 +73,11 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
         """The quorum that this is configured for, until it is aborted. Guarded by _turn."""
         self._abortable: ProcessGroup = pg
         """The process group that has the communicator. Guarded by _turn."""
-        self._place: tuple[str, int] | None = None
-        """The replica and the rank that this is configured for. Guarded by _turn."""
         self.failure: BaseException | None = None
-        """Why the current quorum is not watched; None if it is. Written by the watch's thread, and by `configure`."""
-        self._watch = QuorumWatch(
-            lighthouse_addr,
-            connect_timeout,
-            weakly(self._note_loss),
-            weakly(self._note_failure),
-        )
+        """Why nobody watches any longer; None while somebody does. Written by the watch's thread."""
+        lost, failed = weakly(self._note_loss), weakly(self._note_failure)
+        self._watch = QuorumWatch(lighthouse_addr, connect_timeout, lost, failed)
+        self._cancel_finalizer = concurrency.when_forgotten(self, self._watch.close, last=True)
 
     def configure(
         self,
@@ -101,8 +94,7 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
             self._quorum_id = None
             super().configure(store_addr, replica_id, rank, world_size, quorum_id, *more, **named)
             self._abortable = _abortable(self.parent)
-            self._quorum_id, self.failure = quorum_id, None
-            self._place = replica_id, rank
+            self._quorum_id = quorum_id
         if quorum_id is not None:
             self._watch.follow(quorum_id)  # which tells also of those that were lost while it was configured
 
@@ -136,6 +128,7 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
 
     def close(self) -> None:
         """Stop watching; the process group may still be used. Idempotent."""
+        self._cancel_finalizer()
         self._watch.close()
 
     def _note_loss(self, quorum_id: int, replica_id: str, cause: str) -> None:
@@ -146,26 +139,15 @@ class ProactiveProcessGroup(ErrorSwallowingProcessGroupWrapper):  # type: ignore
             self._quorum_id = None
             error = PeerLost(quorum_id, replica_id, cause)
             log.warning("%s", error)
-            self._tell_of_error(quorum_id, error)
             self.report_error(error)  # first: whoever wakes up by the abort finds it
             self._abortable.abort()
 
-    def _tell_of_error(self, quorum_id: int, error: PeerLost) -> None:
-        """With the fields of torchft's own record of the abort, which does not give the reason."""
-        replica_id, rank = self._place or (None, None)
-        facts = {"replica_id": replica_id, "rank": rank, "quorum_id": quorum_id, "error": str(error)}
-        errors_log.info("", extra={"job_id": os.environ.get("JOB_ID", "unknown"), **facts})
-
-    def _note_failure(self, quorum_id: int, error: BaseException) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         """On the watch's thread. The training continues: without the watch, collectives wait as in plain torchft."""
-        with self._turn:
-            if quorum_id != self._quorum_id:
-                return
-            self.failure = error
+        self.failure = error
         log.error(
-            "nobody watches over quorum %d any longer: %s; until the next quorum, a collective waits for a dead replica"
-            " until its own time-out",
-            quorum_id,
+            "nobody watches for lost replicas any longer: %s; from now on a collective waits for a dead replica until"
+            " its own timeout: restart this process when the job can do without it",
             error,
         )
 

@@ -218,16 +218,6 @@ def host_name() -> str:
     return " ".join([boot, *(_namespace(kind) for kind in ("pid", "time"))])
 
 
-def connections() -> list[str]:
-    """The tables of the TCP connections of this process's network, one for IPv4 and one for IPv6. Raises OSError if
-    one of them cannot be read; leaves out one that the system does not have."""
-    texts = []
-    for name in ("tcp", "tcp6"):
-        with suppress(FileNotFoundError):  # no Linux, or no IPv6
-            texts.append(Path(PROC, "net", name).read_text(encoding="ascii"))
-    return texts
-
-
 def status_of(pid: int, stat: Stat) -> int | None:
     """The status of a process with this `stat`, as `os.wait` returns it; None if it is unknown, or the process is
     alive.

@@ -8,15 +8,15 @@
 from __future__ import annotations
 
 import itertools
-import os
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Final, TypeAlias, TypeVar, cast
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, Store
@@ -26,24 +26,10 @@ from ftcoord.config import EtcdConfig, lease_seconds
 from ftcoord.core import layout
 from ftcoord.core.store_values import as_bytes, counter, counts_by, plain, stored
 from ftcoord.etcd import api
-from ftcoord.etcd.api import (
-    Compare,
-    Delete,
-    Etcd,
-    Get,
-    KeyValue,
-    Op,
-    Put,
-    SnapshotReader,
-    Span,
-    absent,
-    exists,
-    read_snapshot,
-    unchanged,
-)
+from ftcoord.etcd.api import Compare, Delete, Etcd, Get, KeyValue, Op, Put, SnapshotReader, Span
 from ftcoord.etcd.client import SharedClient
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, backoff, retry_until_answered
-from ftcoord.primitives.write_once import STORE_CLOSED, ExactlyOnceWriter, Fence, Made, round_over
+from ftcoord.primitives.write_once import STORE_CLOSED, ExactlyOnceWriter, Made, round_over
 
 __all__ = ["EtcdStore", "QueueEmptyError", "RoundOverError"]
 
@@ -100,8 +86,8 @@ class EtcdStore(Store):
         ttl: whole seconds, from 1 to 86400, that the keys written here outlive this store; etcd grants at least 2 s on
             default settings. Their lease is renewed as long as the store is open.
         lease: attach all keys to this lease instead, and never renew it.
-        fence: a key, or a key and the value that it must have. Once it is gone, every change raises RoundOverError, and
-            so does waiting for a missing key.
+        fence: a key that must exist. Once it is gone, every change raises RoundOverError, and so does waiting for a
+            missing key.
 
     Raises ConfigError (a ValueError) for a bad `ttl`, before any socket is opened.
 
@@ -140,7 +126,7 @@ class EtcdStore(Store):
         *,
         ttl: int = 3600,
         lease: int | None = None,
-        fence: str | tuple[str, bytes] | None = None,
+        fence: str | None = None,
     ) -> None:
         super().__init__()
         ttl = lease_seconds("ttl", ttl)
@@ -150,10 +136,9 @@ class EtcdStore(Store):
         self._prefix = prefix
         self._data, self._queues = layout.store_values_span(prefix).start, layout.store_queues_span(prefix).start
         self._closed = concurrency.event()
-        until = Fence(fence) if isinstance(fence, str) else fence and Fence(*fence)
         client, counts = self._own or cast(Etcd, etcd), layout.store_counts_span(prefix).start
-        self._changes = ExactlyOnceWriter(client, counts, ttl, lease=lease, fence=until, closed=self._closed)
-        self._reader = _Reader(client, until, self._closed)
+        self._changes = ExactlyOnceWriter(client, counts, ttl, lease=lease, fence=fence, closed=self._closed)
+        self._reader = _Reader(client, fence, self._closed)
         # Any thread, one step of the dict at a time. It is a hint: every change is guarded in etcd.
         self._remembered: OrderedDict[str, KeyValue] = OrderedDict()
         # What it calls refers to this store, which therefore stays: C++ calls a store that Python has freed in vain.
@@ -163,18 +148,11 @@ class EtcdStore(Store):
 
     def get(self, key: str) -> bytes:
         """The value of `key`. Waits until there is one; DistStoreError after the store's timeout."""
-        return value_of(self._await(Get(Span(self._data + key)), key, self._deadline()))
+        return value_of(self._gather([key], self._values, self._deadline())[key])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, in order. Waits until all exist; DistStoreError after the store's timeout."""
-        deadline, wanted = self._deadline(), list(dict.fromkeys(keys))
-        found = self._look(wanted, deadline)
-        while missing := [key for key in wanted if key not in found]:
-            if self._are_alone(self._around(missing)[:1], missing, len(wanted), deadline):
-                found |= self._all_of(self._around(missing)[:1], missing, deadline)
-            else:
-                found[missing[0]] = self._await(Get(Span(self._data + missing[0])), missing[0], deadline)
-                found |= self._look(missing[1:], deadline)
+        found = self._gather(keys, self._values, self._deadline())
         return [value_of(found[key]) for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -182,19 +160,15 @@ class EtcdStore(Store):
 
         Raises DistStoreError after `timeout`; None stands for the store's timeout.
         """
-        deadline = self._deadline(timeout)
-        while missing := self._missing(keys, deadline):
-            if self._are_alone(self._around(missing), missing, len(keys), deadline):
-                self._all_of(self._around(missing), missing, deadline)
-            else:
-                self._until(self._signs(missing[0]), missing[0], deadline)
+        self._gather(keys, self._signs, self._deadline(timeout))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys exist now, each as a value or as a queue that holds an item.
 
         Waits only if etcd does not answer: DistNetworkError after the store's timeout.
         """
-        return not self._missing(keys, self._deadline())
+        wanted = list(dict.fromkeys(keys))
+        return not wanted or len(self._look(wanted, self._signs, self._deadline())[0]) == len(wanted)
 
     def num_keys(self) -> int:
         """The number of keys. Queues do not count."""
@@ -252,7 +226,7 @@ class EtcdStore(Store):
         name, deadline = self._data + key, self._deadline()
         seen = self._range(Get(Span(name)), deadline).one
         if seen is None:
-            made = self._put(name, counter(0, 0, 0), absent(name), deadline)
+            made = self._put(name, counter(0, 0, 0), api.absent(name), deadline)
             seen = None if made.done else made.kv
         return number_of(key, seen) if seen is not None else 0
 
@@ -271,7 +245,7 @@ class EtcdStore(Store):
         `expected`, as TCPStore does.
         """
         name, wanted, new = self._data + key, as_bytes(expected), as_bytes(desired)
-        guard = Compare(name, "value", "=", stored(wanted)) if wanted else absent(name)
+        guard = Compare(name, "value", "=", stored(wanted)) if wanted else api.absent(name)
         tries = self._tries(key)
         while not (made := self._put(name, stored(new), guard, next(tries))).done:
             if made.kv is None and wanted:
@@ -284,7 +258,7 @@ class EtcdStore(Store):
     def delete_key(self, key: str) -> bool:
         """Delete `key`; returns whether it existed."""
         name = self._data + key
-        return self._make([Delete(Span(name))], [exists(name)]).done
+        return self._make([Delete(Span(name))], [api.exists(name)]).done
 
     # -- queues -------------------------------------------------------------------------------------------------
 
@@ -300,10 +274,12 @@ class EtcdStore(Store):
         """
         deadline, first = self._deadline(), Get(self._queue(key), limit=1, order="oldest")
         while True:
-            item = self._await(first, key, deadline) if block else self._range(first, deadline).one
-            if item is None:
+            item = self._range(first, deadline).one
+            if item is None and not block:
                 raise QueueEmptyError(f"queue {key!r} is empty")
-            if self._make([Delete(Span(item.key))], [exists(item.key)], deadline=deadline).done:
+            if item is None:
+                self._wait([key], self._items, deadline)
+            elif self._make([Delete(Span(item.key))], [api.exists(item.key)], deadline=deadline).done:
                 return item.value
 
     def queue_len(self, key: str) -> int:
@@ -354,39 +330,57 @@ class EtcdStore(Store):
         with _as_torch_errors():
             return self._reader.range(deadline, get)
 
-    def _snapshot(self, look: Callable[[SnapshotReader], T], deadline: float) -> T:
-        """What `look` returns for the store at one revision."""
-        with _as_torch_errors():
-            return self._reader.snapshot(look, deadline)
-
-    def _missing(self, keys: Sequence[str], deadline: float) -> list[str]:
-        """The keys that do not exist now, neither as a value nor as a queue."""
+    def _values(self, keys: Sequence[str]) -> Iterator[Get]:
+        """The read that finds the values of these keys, all from the first to the last."""
         for key in keys:
             key.encode()  # refuses half characters: etcd would give back another key
-        return self._snapshot(partial(self._unseen, keys), deadline)
+        last = f"{self._data}{max(keys)}\0" if len(keys) > 1 else ""
+        yield Get(Span(self._data + min(keys), stop=last))
 
-    def _unseen(self, keys: Sequence[str], now: SnapshotReader) -> list[str]:
-        """As `_missing`. Reads all keys from the first to the last; or each separately if there are many others."""
-        unseen, is_all = list(keys), len(keys) > 1
-        for span in (self._from_first_to_last(keys), self._around(keys)[1]) if is_all else ():
-            found = now.range(Get(span, limit=2 * len(keys), keys_only=True))
-            there = {self._name(kv) for kv in found.kvs}
-            unseen = [key for key in unseen if key not in there]
-            is_all = is_all and found.count == len(found.kvs)
-            if not unseen:
-                break
-        if is_all:
-            return unseen
-        return [key for key in unseen if not any(now.range(sign).kvs for sign in self._signs(key))]
+    def _items(self, keys: Sequence[str]) -> Iterator[Get]:
+        """The read that finds items of these queues."""
+        starts = [self._queue(key).start for key in keys]
+        span = Span(min(starts), stop=f"{max(starts)[:-1]}0") if len(keys) > 1 else Span(starts[0], True)
+        yield Get(span, keys_only=True)  # "0" follows "/"
 
-    def _around(self, keys: Sequence[str]) -> list[Span]:
-        """All values, and the items of all queues, whose keys begin as these do."""
-        start = os.path.commonprefix(keys)  # noqa: RUF071  # characters, not path components
-        return [Span(self._data + start, True), Span(self._queues + quote(start, safe=""), True)]
+    def _signs(self, keys: Sequence[str]) -> Iterator[Get]:
+        """The reads that find whether these keys exist, as a value or as an item of a queue."""
+        yield from (replace(get, keys_only=True) for get in self._values(keys))
+        yield from self._items(keys)
 
-    def _from_first_to_last(self, keys: Sequence[str]) -> Span:
-        """The values of these keys, and of all between them, in the byte order of UTF-8."""
-        return Span(self._data + min(keys), stop=f"{self._data}{max(keys)}\0")
+    def _gather(self, keys: Sequence[str], reads: _Reads, deadline: float) -> dict[str, KeyValue]:
+        """What `reads` find of each of the keys. Waits until all exist: with one watch, unless that would bring many
+        other keys."""
+        found, missing = dict[str, KeyValue](), list(dict.fromkeys(keys))
+        while missing:
+            seen, are_alone = self._look(missing, reads, deadline)
+            found |= seen
+            missing = [key for key in missing if key not in found]
+            if missing:
+                found |= self._wait(missing if are_alone else missing[:1], reads, deadline)
+                missing = [key for key in missing if key not in found]
+        return found
+
+    def _look(self, keys: Sequence[str], reads: _Reads, deadline: float) -> tuple[dict[str, KeyValue], bool]:
+        """What `reads` find of these distinct keys now, at one revision, and whether there are few others between them.
+        If there are many, each key is read by itself."""
+
+        def look(now: SnapshotReader) -> tuple[dict[str, KeyValue], bool]:
+            found, are_alone, wanted = dict[str, KeyValue](), True, set(keys)
+            for get in reads(keys):
+                among = now.range(replace(get, limit=2 * len(keys)))
+                are_alone = are_alone and among.count == len(among.kvs)
+                found |= {name: kv for kv in among.kvs if (name := self._name(kv)) in wanted}
+                if len(found) == len(keys):
+                    return found, are_alone
+            for key in () if are_alone else keys:
+                each = (now.range(replace(get, limit=1)).one for get in reads([key]))
+                if key not in found and (kv := next(filter(None, each), None)) is not None:
+                    found[key] = kv
+            return found, are_alone
+
+        with _as_torch_errors():
+            return self._reader.snapshot(look, deadline)
 
     def _name(self, kv: KeyValue) -> str:
         """The user's key of a value, or of an item of a queue."""
@@ -394,15 +388,8 @@ class EtcdStore(Store):
             return kv.key.removeprefix(self._data)
         return unquote(kv.key.removeprefix(self._queues).partition("/")[0])
 
-    def _are_alone(self, around: Sequence[Span], keys: Sequence[str], wanted: int, deadline: float) -> bool:
-        """Whether watching the spans around these keys, some of the `wanted` ones, brings few other keys."""
-        if len(keys) == 1:
-            return False
-        return sum(self._range(Get(span, count_only=True), deadline).count for span in around) <= 2 * wanted
-
-    def _all_of(self, spans: Sequence[Span], keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
-        """Watch the spans until each of the keys was seen, as a value or as an item of a queue; returns what was seen
-        of each first."""
+    def _wait(self, keys: Sequence[str], reads: _Reads, deadline: float) -> dict[str, KeyValue]:
+        """Watch what `reads` read until each of the keys was seen; returns what was seen of each first."""
         seen, missing = dict[str, KeyValue](), dict.fromkeys(keys)
 
         def take(kvs: Sequence[KeyValue]) -> bool:
@@ -412,58 +399,16 @@ class EtcdStore(Store):
                     del missing[key]
             return not missing
 
-        self._wait([Get(span) for span in spans], take, deadline, missing)
-        return seen
-
-    def _signs(self, key: str) -> list[Get]:
-        """The reads that find an existing key: its value, or an item of its queue."""
-        return [Get(Span(self._data + key), keys_only=True), Get(self._queue(key), limit=1, keys_only=True)]
-
-    def _look(self, keys: Sequence[str], deadline: float) -> dict[str, KeyValue]:
-        """The values of those keys that have one now. The keys must be distinct."""
-        return self._snapshot(partial(self._seen, keys), deadline)
-
-    def _seen(self, keys: Sequence[str], now: SnapshotReader) -> dict[str, KeyValue]:
-        """As `_look`. Reads all keys from the first to the last; or each separately if there are many others."""
-        if len(keys) > 1:
-            found = now.range(Get(self._from_first_to_last(keys), limit=2 * len(keys)))
-            if found.count == len(found.kvs):
-                values = {self._name(kv): kv for kv in found.kvs}
-                return {key: values[key] for key in keys if key in values}
-        each = {key: now.range(Get(Span(self._data + key))).one for key in keys}
-        return {key: kv for key, kv in each.items() if kv is not None}
-
-    def _await(self, get: Get, name: str, deadline: float) -> KeyValue:
-        """The first key that `get` finds; waits until there is one."""
-        return self._range(get, deadline).one or self._until([get], name, deadline)
-
-    def _until(self, gets: Sequence[Get], name: str, deadline: float) -> KeyValue:
-        """The first key that one of `gets` will find, after none of them found one."""
-        found = list[KeyValue]()
-
-        def take(kvs: Sequence[KeyValue]) -> bool:
-            found.extend(kvs[:1])
-            return bool(found)
-
-        self._wait(gets, take, deadline, [name])
-        return found[0]
-
-    def _wait(self, gets: Sequence[Get], take: _Take, deadline: float, missing: Iterable[str]) -> None:
-        """As `_Reader.until`, but raises DistStoreError for one of the `missing` keys instead of returning False."""
         with _as_torch_errors():
-            if self._reader.until(gets, take, deadline):
-                return
+            if self._reader.until([*reads(keys)], take, deadline):
+                return seen
         name = next(iter(missing))
         if self._closed.is_set():
             raise DistStoreError(f"the store was closed while waiting for {name!r}")
         raise DistStoreError(f"wait timeout: nobody set {name!r} in time; is a rank gone, or the timeout too short?")
 
     def _make(
-        self,
-        ops: Sequence[Op],
-        guards: Sequence[Compare] = (),
-        look: str | None = None,
-        deadline: float | None = None,
+        self, ops: Sequence[Op], guards: Sequence[Compare] = (), look: str | None = None, deadline: float | None = None
     ) -> Made:
         with _as_torch_errors():
             return self._changes.make(ops, guards, look, self._deadline() if deadline is None else deadline)
@@ -517,6 +462,8 @@ def _requests(puts: Sequence[Put]) -> Iterator[list[Put]]:
 
 _Items: TypeAlias = "concurrency.Queue[tuple[int, api.WatchItem | None]]"
 _FENCE: Final = -1
+_Reads: TypeAlias = Callable[[Sequence[str]], Iterator[Get]]
+"""The reads, of all keys between them too, that find the user's keys: one is made when the one before did not do."""
 _Take: TypeAlias = Callable[[Sequence[KeyValue]], bool]
 """Takes keys as they are; returns whether it has all that it needs."""
 
@@ -531,7 +478,7 @@ class _Reader:
         closed: set it, and call `wake()`, to make all calls give up.
     """
 
-    def __init__(self, etcd: Etcd, fence: Fence | None, closed: concurrency.Event) -> None:
+    def __init__(self, etcd: Etcd, fence: str | None, closed: concurrency.Event) -> None:
         self._etcd, self._fence, self._closed = etcd, fence, closed  # never change
         # Any thread, one step of the list at a time: `wake()` goes through a copy, and whoever adds itself later finds
         # `closed` set.
@@ -548,7 +495,7 @@ class _Reader:
 
     def snapshot(self, look: Callable[[SnapshotReader], T], deadline: float) -> T:
         """What `look` returns for etcd at one revision. Raises EtcdError."""
-        return read_snapshot(partial(self.range, deadline), look)
+        return api.read_snapshot(partial(self.range, deadline), look)
 
     def until(self, gets: Sequence[Get], take: _Take, deadline: float) -> bool:
         """Pass `take` what `gets` find, and then everything that is put into their spans, until it returns True.
@@ -573,7 +520,7 @@ class _Reader:
         self._waiters.append(items)
         with ExitStack() as undo:
             undo.callback(self._waiters.remove, items)
-            fences = [] if self._fence is None else [(_FENCE, Span(self._fence.key))]
+            fences = [] if self._fence is None else [(_FENCE, Span(self._fence))]
             for at, span in [*enumerate(get.span for get in gets), *fences]:
                 note = partial(lambda at, item: items.put((at, item)), at)
                 undo.callback(self._etcd.watch(span, 0, note, deletes_only=at == _FENCE).cancel)
@@ -606,17 +553,17 @@ class _Reader:
 
     def _read(self, gets: Sequence[Get], take: _Take, deadline: float) -> bool:
         """Pass `take` what exists now. Raises RoundOver if that is not all and the fence is gone."""
-        fences = [] if self._fence is None else [Get(Span(self._fence.key))]
+        fences = [] if self._fence is None else [Get(Span(self._fence))]
         found = self.snapshot(lambda then: then.ranges([*gets, *fences]), deadline)
         has_all = take([kv for one in found[: len(gets)] for kv in one.kvs])
-        if not has_all and self._fence is not None and not self._fence.stands(found[-1].one):
+        if not has_all and self._fence is not None and found[-1].one is None:
             raise round_over(self._fence)
         return has_all
 
 
 def _unchanged(name: str, seen: KeyValue | None) -> Compare:
     """Guard: the key is as it was seen, or still missing."""
-    return unchanged(name, seen.mod_revision if seen else 0)
+    return api.unchanged(name, seen.mod_revision if seen else 0)
 
 
 def value_of(kv: KeyValue) -> bytes:

@@ -5,44 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ftcoord.config import EtcdConfig
-from ftcoord.etcd.api import Began, Compare, Etcd, Get, Op, RangeResult, Span, TxnResult, Watch, WatchItem
+from ftcoord.etcd.api import Began, Etcd, Get, Op, RangeResult, Span, TxnResult, Watch, WatchItem
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    return lambda door, *args, **kwargs: getattr(door.real, name)(*args, **kwargs)
 
 
 class Door:
     """An `Etcd` in front of another; the tests' doubles change what they need of it."""
 
     def __init__(self, real: Etcd) -> None:
-        self.real = real
+        self.real, self.config = real, real.config
 
-    @property
-    def config(self) -> EtcdConfig | None:
-        return self.real.config
-
-    def range(self, get: Get, *, timeout: float | None = None) -> RangeResult:
-        return self.real.range(get, timeout=timeout)
-
-    def txn(
-        self,
-        compares: Sequence[Compare],
-        success: Sequence[Op],
-        failure: Sequence[Op] = (),
-        *,
-        timeout: float | None = None,
-    ) -> TxnResult:
-        return self.real.txn(compares, success, failure, timeout=timeout)
-
-    def grant(self, ttl: int, *, timeout: float | None = None) -> Any:
-        return self.real.grant(ttl, timeout=timeout)
-
-    def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        return self.real.renew(lease_id, timeout=timeout)
-
-    def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
-        self.real.revoke(lease_id, timeout=timeout)
-
-    def watch(self, span: Span, start_revision: int, deliver: Callable[[WatchItem], None], **how: bool) -> Watch:
-        return self.real.watch(span, start_revision, deliver, **how)
+    range, txn, grant, renew, revoke, watch = map(_forwarded, ("range", "txn", "grant", "renew", "revoke", "watch"))
 
 
 class Watching(Door):

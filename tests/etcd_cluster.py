@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ftcoord.config import Endpoint
+from ftcoord.config import Endpoint, EtcdConfig
 from ftcoord.embedded.server import HTTP_TIMEOUT, LOOPBACK, POLL_INTERVAL, EtcdServer
 from ftcoord.errors import EtcdError, ServerError
 from ftcoord.etcd.api import EMBEDDED_NAMES
@@ -223,11 +223,15 @@ class EtcdCluster:
         return [i for i, member in enumerate(self.members) if member.is_running() and not member.is_paused()]
 
     def _leader(self) -> int | None:
-        """The member that claims to lead, in the highest term: a member that was just resumed may still claim to."""
-        claims: list[tuple[int, int]] = []
-        for i in self._active():
-            with contextlib.suppress(EtcdError), EtcdClient(self.members[i].config(STATUS_TIMEOUT)) as client:
-                status = client.member_status()
-                if status.leader_id == status.member_id:
-                    claims.append((status.raft_term, i))
-        return max(claims)[1] if claims else None
+        return leader_of({i: self.members[i].config(STATUS_TIMEOUT) for i in self._active()})
+
+
+def leader_of(members: Mapping[int, EtcdConfig]) -> int | None:
+    """The member that claims to lead, in the highest term: a member that was just resumed may still claim to."""
+    claims: list[tuple[int, int]] = []
+    for i, config in members.items():
+        with contextlib.suppress(EtcdError), EtcdClient(config) as client:
+            status = client.member_status()
+            if status.leader_id == status.member_id:
+                claims.append((status.raft_term, i))
+    return max(claims)[1] if claims else None

@@ -20,14 +20,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import kept
-from helpers import ask_etcd
+from helpers import ask_etcd, eventually
 
 import ftcoord
 import ftcoord.coordination
 import ftcoord.timer
-from ftcoord.etcd.api import Get, Span
+from ftcoord.etcd import api, messages
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.etcd.messages import declare
 from ftcoord.heartbeat import HeartbeatEvent
 from ftcoord.primitives.session import Renewer
 
@@ -47,7 +46,7 @@ def address(endpoint: str, run: str) -> str:
 def client(endpoint: str, run: str) -> object:
     client = ftcoord.EtcdClient(endpoint)
     began = threading.Event()
-    client.watch(Span(f"/{run}"), 0, lambda item: began.set())
+    client.watch(api.Span(f"/{run}"), 0, lambda item: began.set())
     assert began.wait(60)
     return client
 
@@ -167,7 +166,7 @@ MAKERS: dict[str, Callable[[str, str], object]] = {
 """By the names under which they are public."""
 
 
-LEASES = declare("tests.leases", {"Lease": "id 1 int64", "Leases": "leases 2 Lease*"})["Leases"]
+LEASES = messages.declare("tests.leases", {"Lease": "id 1 int64", "Leases": "leases 2 Lease*"})["Leases"]
 """The LeaseLeasesResponse."""
 
 
@@ -194,7 +193,7 @@ class Left:
 
 def look(etcd: ftcoord.EtcdServer, client: EtcdClient, run: str) -> Left:
     """What is there now. Leases only where they hold a key of the run, or none that remains."""
-    found = client.range(Get(Span(f"/ftcoord/v2/{run}", is_prefix=True))).kvs
+    found = client.range(api.Get(api.Span(f"/ftcoord/v2/{run}", is_prefix=True))).kvs
     lasting = {kv.lease for kv in found if any(part in kv.key for part in KEPT)}
     answer = LEASES.FromString(ask_etcd(etcd.get_endpoint(), "Lease/LeaseLeases"))
     leases = frozenset(str(one.id) for one in answer.leases) - {str(lease) for lease in lasting}
@@ -239,9 +238,8 @@ def main(name: str, endpoint: str, run: str, end: str = "") -> None:
     logging.disable(logging.INFO)  # a handler tells of its rounds
     holder = [MAKERS[name](endpoint, run)]
     if end == "fork":
-        for thread in threading.enumerate():
-            if thread.name == "ftcoord-lookup":  # it ends by itself, and is no loss then
-                thread.join()
+        # It ends by itself, and is no loss then; it may only be about to start.
+        eventually(lambda: all(one.name != "ftcoord-lookup" for one in threading.enumerate()), "no look-up is left")
         before = threads(), children()
         print(fork_and_forget(holder), sorted(before[0] - threads()), before[1] == children(), flush=True)
         sys.stdin.readline()

@@ -19,8 +19,8 @@ from ftcoord.coordination import policy as quorums
 from ftcoord.core.layout import Span, chunk_key, decided_key, fence_key
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import QuorumRecord
+from ftcoord.core.rendezvous import RoundSituation
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, parse_decided, seated
-from ftcoord.core.round_situation import RoundSituation
 from ftcoord.core.verdict import Publish
 from ftcoord.rendezvous import policy as rounds
 

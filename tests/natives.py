@@ -9,7 +9,6 @@ import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 CHILD = Path(__file__).with_name("native_child.py")
@@ -62,9 +61,7 @@ class Natives:
         self._reader.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._reader.join(DEADLINE)
         self._process.communicate()

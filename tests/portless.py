@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from ftcoord.coordination import asks
+from ftcoord.coordination import ask_desk
 
 
 @contextlib.contextmanager
 def portless() -> Iterator[None]:
     """Whoever decides can be asked through etcd only."""
-    with patch.object(asks, "listen_for", lambda _job: (None, "")):
+    with patch.object(ask_desk, "listen_for", lambda _job: (None, "")):
         yield
 
 

@@ -32,7 +32,7 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.group.membership import Membership
+from ftcoord.primitives.group.participant import Membership
 from ftcoord.rendezvous.handler import EtcdRendezvousHandler, create_handler
 
 T = TypeVar("T")

@@ -22,9 +22,9 @@ sys.path.append(str(Path(__file__).parent / "cluster"))
 import grpc
 from below import descendants
 from clusters import LocalCluster, client_of
+from cutting import Lines
 from forgettable import KEPT, MAKERS
 from helpers import eventually
-from lines import Lines
 from load import Guarded, Run, StoreLoad, Training
 from victims import KILLED, a_process
 

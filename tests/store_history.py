@@ -10,7 +10,6 @@ once. Every written value is unique, so no search is needed, as it would be in g
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -160,12 +159,3 @@ def _order(operations: Sequence[Operation], spans: Mapping[int, tuple[float, flo
         at[id(one)] = max(first, floor)
         if at[id(one)] >= end or (not _reads(one) and floor >= first):
             findings.out_of_order.append(one)
-
-
-def summary(operations: Sequence[Operation]) -> str:
-    """How many of each kind, and how many were not answered."""
-    kinds = Counter(one.kind for one in operations)
-    unanswered = sum(not one.answered for one in operations)
-    return (
-        f"{len(operations)} ({', '.join(f'{count} {kind}' for kind, count in kinds.items())}), {unanswered} unanswered"
-    )

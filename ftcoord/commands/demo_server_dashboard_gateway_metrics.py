@@ -93,14 +93,10 @@ def dashboard(options: argparse.Namespace) -> int:
     listen = listen_address("--listen", options.listen)
     page = _page(options, etcd, options.key_prefix, rules=rules, listen=listen)
     warn_of(listen[0], "can read the page: it has no login")
-    ended = shared.until_interrupted()
+    wait = shared.until_interrupted()
     with _serving().PageServer(page) as served:
         print(f"the page is at {served.address}; Ctrl-C ends it", flush=True)
-        while not ended():
-            if served.has_failed:
-                print("ftcoord: the page has failed; start it again", file=sys.stderr)
-                return 1
-    return 0
+        return wait("the page has failed", lambda: served.has_failed)
 
 
 def _page(options: argparse.Namespace, etcd: EtcdConfig, key_prefix: str, **fields: Any) -> Page:
@@ -149,16 +145,14 @@ def gateway(options: argparse.Namespace) -> int:
     supervisor.
     """
     from ftcoord.coordination import Gateway
-    from ftcoord.coordination.gateway_sessions import raise_descriptor_limit
 
-    raise_descriptor_limit()
     text("--etcd", options.etcd)  # it has no default
     show_if_asked()  # a gateway logs a line for each of many replicas: only if the user asks for it
     metrics_at = _metrics_address(options) if options.metrics_port is not None else None
     page = _gateway_page(options)
     host, _ = listen_address("--listen", options.listen)
     warn_of(host, "can join and stop the job, and have its replicas run code: torchft's protocol has no login")
-    ended = shared.until_interrupted()
+    wait = shared.until_interrupted()
     with Gateway(options.etcd, options.listen) as served, page() as shown:
         print(f"gateway serves on {served.address()}; Ctrl-C ends it", flush=True)
         print(f"TORCHFT_LIGHTHOUSE={served.address()}", flush=True)
@@ -170,14 +164,7 @@ def gateway(options: argparse.Namespace) -> int:
             served.check(timeout=5)
         except EtcdError as error:
             print(f"ftcoord: replicas will wait until etcd can be reached: {error}", file=sys.stderr)
-        while not ended():
-            if served.has_failed:
-                print("ftcoord: the gateway has failed, see its log; start it again", file=sys.stderr)
-                return 1
-            if shown is not None and shown.has_failed:
-                print("ftcoord: the page has failed, see the log; the gateway goes on without it", file=sys.stderr)
-                shown = None
-    return 0
+        return wait("the gateway has failed, see its log", lambda: served.has_failed)
 
 
 def _gateway_page(options: argparse.Namespace) -> Callable[[], AbstractContextManager[PageServer | None]]:
@@ -212,12 +199,10 @@ def metrics(options: argparse.Namespace) -> int:
 
     show_log_lines()
     warn_of(address.host, address.open_to)
-    ended = shared.until_interrupted()
+    wait = shared.until_interrupted()
     with MetricsServer(address, RunsCollector(config, options.key_prefix).collect) as server:
         print(f"the metrics of all runs are at {server.url}; Ctrl-C ends it", flush=True)
-        while not ended():
-            pass
-    return 0
+        return wait()
 
 
 def _metrics_address(options: argparse.Namespace) -> MetricsAddress:
@@ -250,7 +235,7 @@ def server(options: argparse.Namespace) -> int:
     from ftcoord.embedded.server import USER, EtcdServer
 
     warn_of(options.host, "can write all keys of this etcd unless it asks for a login; its traffic is plain text")
-    ended = shared.until_interrupted()
+    wait = shared.until_interrupted()
     login = not options.no_login
     with EtcdServer(host=options.host, port=options.port, data_dir=options.data_dir, login=login) as etcd:
         endpoint = etcd.get_endpoint()
@@ -259,11 +244,7 @@ def server(options: argparse.Namespace) -> int:
             print(f"export FTCOORD_USER={USER} FTCOORD_PASSWORD_FILE={shlex.quote(etcd.password_file())}", flush=True)
         print(f"torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint={endpoint} --rdzv-id=RUN ...", flush=True)
         advise(etcd)
-        while not ended():
-            if not etcd.is_running():
-                print("ftcoord: etcd has exited; start it again", file=sys.stderr)
-                return 1
-    return 0
+        return wait("etcd has exited", lambda: not etcd.is_running())
 
 
 def advise(etcd: EtcdServer) -> None:

@@ -57,9 +57,8 @@ def ls(options: argparse.Namespace) -> int:
     with client_of(options) as etcd:
         found = read_jobs(etcd, options.key_prefix)
     fields = "JOB=job STATE=state ROUND=round NODES=nodes QUORUM=quorum REPLICAS=replicas MEMBERS=members NOTE=note"
-    lines = terminal.table(fields, found.jobs)
-    terminal.show(found, lines if found.jobs else [f"no job has keys below {neutral(found.key_prefix)}"])
-    return shared.HEALTHY
+    lines = terminal.table(fields, found["jobs"])
+    return terminal.show(found, lines if found["jobs"] else [f"no job has keys below {neutral(found['key_prefix'])}"])
 
 
 # -- status ---------------------------------------------------------------------------------------------------------
@@ -75,41 +74,42 @@ def status(options: argparse.Namespace) -> int:
     with client_of(options) as etcd:
         keys = read_job(etcd, options.key_prefix, options.job, with_timers=True)
         found = with_leases(etcd.time_left, status_of(keys, rules), rows)
-    terminal.show(found, status_lines(found, terminal, rows))
-    return shared.HEALTHY if found.healthy else shared.NOT_DONE
+    return terminal.show(found, status_lines(found, terminal, rows), found["healthy"])
 
 
 def status_lines(found: report.JobStatus, terminal: Terminal, rows: int | None) -> Iterator[str]:
     """The status of a job for people, with so many rows in each table."""
-    if not found.exists:
-        yield report.no_such_job(found.job)
+    if not found["exists"]:
+        yield report.no_such_job(found["job"])
         return
-    health = terminal.colour(_health(found), "good" if found.healthy else "bad")
-    yield f"{terminal.colour(neutral(found.job), 'bold')}: {health} (revision {found.revision})"
-    if (rounds := found.rounds) is not None:
+    health = terminal.colour(_health(found), "good" if found["healthy"] else "bad")
+    yield f"{terminal.colour(neutral(found['job']), 'bold')}: {health} (revision {found['revision']})"
+    rounds, quorum, timers, unreadable = found["rounds"], found["quorum"], found["timers"], found["unreadable"]
+    if rounds is not None:
         yield from ("", *_fact_lines(_rounds_facts(rounds), terminal))
-        yield from _table(terminal, "members", _NODES, foremost(rounds.members, rows), rows, of=rounds.members)
-        yield from _table(terminal, "missing", _MISSING_NODES, rounds.missing, rows)
-    if (quorum := found.quorum) is not None:
+        yield from _table(terminal, "members", _NODES, foremost(rounds["members"], rows), rows, of=rounds["members"])
+        yield from _table(terminal, "missing", _MISSING_NODES, rounds["missing"], rows)
+    if quorum is not None:
         yield from ("", *_fact_lines(_quorum_facts(quorum), terminal))
-        yield from _table(terminal, "replicas", _REPLICAS, foremost(quorum.replicas, rows), rows, of=quorum.replicas)
-        yield from _table(terminal, "missing", _MISSING_REPLICAS, quorum.missing, rows)
-    if found.timers:
+        of = quorum["replicas"]
+        yield from _table(terminal, "replicas", _REPLICAS, foremost(of, rows), rows, of=of)
+        yield from _table(terminal, "missing", _MISSING_REPLICAS, quorum["missing"], rows)
+    if timers:
         yield ""
         now = concurrency.wall()  # they are on their hosts' clocks
-        ends = {"EXPIRES": lambda one: clock(one.until), "LEFT": lambda one: round(one.until - now)}
-        yield from _table(terminal, "timers", {**columns(_TIMERS), **ends, "OF": "after"}, found.timers, rows)
+        ends = {"EXPIRES": lambda one: clock(one["until"]), "LEFT": lambda one: round(one["until"] - now)}
+        yield from _table(terminal, "timers", {**columns(_TIMERS), **ends, "OF": "after"}, timers, rows)
     if rounds is None and quorum is None:
         yield "it has neither a rendezvous nor quorums: only a store, timers or heartbeats"
-    for bad in found.unreadable[:rows]:
-        yield f"{terminal.word('unreadable')}: {neutral(bad.key)}: {neutral(bad.problem)}"
-    yield from _more(len(found.unreadable), rows)
+    for bad in unreadable[:rows]:
+        yield f"{terminal.word('unreadable')}: {neutral(bad['key'])}: {neutral(bad['problem'])}"
+    yield from _more(len(unreadable), rows)
 
 
 def _health(found: report.JobStatus) -> str:
     """In a word or two."""
-    is_failed = found.rounds is not None and found.rounds.state == FAILED
-    return "healthy" if found.healthy else "FAILED" if is_failed else "needs a look"
+    is_failed = found["rounds"] is not None and found["rounds"]["state"] == FAILED
+    return "healthy" if found["healthy"] else "FAILED" if is_failed else "needs a look"
 
 
 _LEASE: Final = "LEASE=lease_left OF=lease_ttl MEMBER=member"
@@ -123,25 +123,26 @@ _TIMERS: Final = "RANK=rank HOST=host PID=pid SCOPE=scope STANDING=standing"
 
 def _rounds_facts(rounds: report.RoundsStatus) -> Iterator[tuple[str, str, str]]:
     """Each with its title, a word that has a colour, and the rest."""
-    limits = spanned((rounds.min_nodes, rounds.max_nodes), "node") if rounds.max_nodes else "no limits are known"
-    last = f"round {rounds.number} with {counted(rounds.size, 'node')}" if rounds.number else "no round yet"
-    yield "rendezvous", rounds.state, f", {last} ({limits})"
-    if rounds.size and not rounds.closed:
-        yield "bootstrap", "", f"{rounds.address}:{rounds.port}"
-    ends = ("closed", rounds.closed), ("recalled", rounds.recalled), ("before", rounds.before)
+    most, size, number = rounds["max_nodes"], rounds["size"], rounds["number"]
+    limits = spanned((rounds["min_nodes"], most), "node") if most else "no limits are known"
+    last = f"round {number} with {counted(size, 'node')}" if number else "no round yet"
+    yield "rendezvous", rounds["state"], f", {last} ({limits})"
+    if size and not rounds["closed"]:
+        yield "bootstrap", "", f"{rounds['address']}:{rounds['port']}"
+    ends = ("closed", rounds["closed"]), ("recalled", rounds["recalled"]), ("before", rounds["before"])
     yield from ((title, "", why) for title, why in ends if why)
-    yield "next round", "", _next(rounds)
+    yield "next round", "", _next(rounds["next"])
 
 
 def _quorum_facts(quorum: report.QuorumStatus) -> Iterator[tuple[str, str, str]]:
-    which = f"quorum {quorum.id} with {counted(quorum.size, 'replica')} at step {quorum.max_step}"
-    yield "quorums", quorum.state, f", {which} (min_replicas {quorum.min_replicas})"
-    yield "next quorum", "", _next(quorum)
+    which = f"quorum {quorum['id']} with {counted(quorum['size'], 'replica')} at step {quorum['max_step']}"
+    yield "quorums", quorum["state"], f", {which} (min_replicas {quorum['min_replicas']})"
+    yield "next quorum", "", _next(quorum["next"])
 
 
-def _next(part: report.RoundsStatus | report.QuorumStatus) -> str:
-    decision = part.next
-    return f"{_NEXT[decision.decision]}: {decision.reason}{decision.rule and f' [{decision.rule}]'}"
+def _next(decision: report.NextDecision) -> str:
+    rule = decision["rule"] and f" [{decision['rule']}]"
+    return f"{_NEXT[decision['decision']]}: {decision['reason']}{rule}"
 
 
 def _fact_lines(facts: Iterable[tuple[str, str, str]], terminal: Terminal) -> Iterator[str]:
@@ -155,7 +156,7 @@ def _table(
     count = len(of or shown)
     if not count:
         return
-    standings = Counter(one.standing for one in of).most_common() if len(shown) < len(of) else ()
+    standings = Counter(one["standing"] for one in of).most_common() if len(shown) < len(of) else ()
     counts = ", ".join(f"{number} {standing}" for standing, number in standings)
     yield f"{title} ({count}{counts and ': '}{counts}):"
     yield from (f"  {line}" for line in terminal.table(what, shown[:rows]))
@@ -189,9 +190,9 @@ def watch(options: argparse.Namespace) -> int:
                     show_change(now, terminal)
         except KeyboardInterrupt:
             last = following.last
-        if last is None or not last.connected:
+        if last is None or not last["connected"]:
             return shared.UNREACHABLE
-        return shared.HEALTHY if last.status.healthy else shared.NOT_DONE
+        return shared.HEALTHY if last["status"]["healthy"] else shared.NOT_DONE
 
 
 @contextmanager
@@ -216,35 +217,36 @@ def show_change(now: report.Watched, terminal: Terminal) -> None:
         terminal.write(f"{time} {neutral(_summary(now))}\n")
         return
     lines = [f"{time}  watching; Ctrl-C ends it"]
-    if not now.connected:
-        lost = f"etcd does not answer, and what is below is old: {neutral(now.error)}"
+    if not now["connected"]:
+        lost = f"etcd does not answer, and what is below is old: {neutral(now['error'])}"
         lines.append(terminal.colour(lost, "bad"))
-    lines += status_lines(now.status, terminal, SCREEN)
+    lines += status_lines(now["status"], terminal, SCREEN)
     terminal.write(_CLEAR + "".join(f"{line}\n" for line in lines))
 
 
 def _summary(now: report.Watched) -> str:
     """One line."""
-    if not now.connected:
-        return f"etcd does not answer: {now.error}"
-    if not now.status.exists:
-        return f"revision {now.status.revision}; etcd has no key of this job"
-    return "; ".join((f"revision {now.status.revision}", *_parts(now.status)))
+    found = now["status"]
+    if not now["connected"]:
+        return f"etcd does not answer: {now['error']}"
+    if not found["exists"]:
+        return f"revision {found['revision']}; etcd has no key of this job"
+    return "; ".join((f"revision {found['revision']}", *_parts(found)))
 
 
 def _parts(found: report.JobStatus) -> Iterator[str]:
     yield _health(found)
     facts, named = list[tuple[str, str, str]](), list[tuple[str, str]]()
-    if (rounds := found.rounds) is not None:
+    if (rounds := found["rounds"]) is not None:
         facts += _rounds_facts(rounds)
-        named += [("missing", one.host) for one in rounds.missing]
-        named += [("draining", one.host) for one in rounds.members if one.standing == "draining"]
-    if (quorum := found.quorum) is not None:
+        named += [("missing", one["host"]) for one in rounds["missing"]]
+        named += [("draining", one["host"]) for one in rounds["members"] if one["standing"] == "draining"]
+    if (quorum := found["quorum"]) is not None:
         facts += _quorum_facts(quorum)
-        named += [("missing", one.replica_id) for one in quorum.missing]
-    expired = [one for one in found.timers if one.standing != "running"]
-    named += [(f"timer {one.standing}", f"{one.scope!r} of {one.host} (pid {one.pid})") for one in expired]
-    named += [("unreadable", one.key) for one in found.unreadable]
+        named += [("missing", one["replica_id"]) for one in quorum["missing"]]
+    expired = [one for one in found["timers"] if one["standing"] == "expired"]
+    named += [("timer expired", f"{one['scope']!r} of {one['host']} (pid {one['pid']})") for one in expired]
+    named += [("unreadable", one["key"]) for one in found["unreadable"]]
     yield from (f"{title} {word}{text}" for title, word, text in facts)
     yield from (f"{what}: {name}" for what, name in named[:NAMED])
 
@@ -261,21 +263,20 @@ def history(options: argparse.Namespace) -> int:
     terminal = Terminal.of(options)
     with client_of(options) as etcd:
         found = history_of(read_job(etcd, options.key_prefix, options.job, with_history=True))
-    terminal.show(found, history_lines(found, terminal))
-    return shared.HEALTHY if found.events else shared.NOT_DONE
+    return terminal.show(found, history_lines(found, terminal), bool(found["events"]))
 
 
 def history_lines(found: report.JobHistory, terminal: Terminal) -> Iterable[str]:
     """A history for people."""
-    if not found.events:
-        return [f"etcd has no history of a job {neutral(repr(found.job))}: it never began, or its run_ttl is over"]
+    if not found["events"]:
+        return [f"etcd has no history of a job {neutral(repr(found['job']))}: it never began, or its run_ttl is over"]
     made: Columns = {
         "REVISION": "revision",
-        "TIME": lambda one: clock(one.at, "%m-%d %H:%M:%S"),
+        "TIME": lambda one: clock(one["at"], "%m-%d %H:%M:%S"),
         **columns("GROUP=group NUMBER=number EVENT=kind"),
-        "REASON": lambda one: f"{one.who}: {one.reason}" if one.worker is not None else one.reason,
+        "REASON": lambda one: f"{one['who']}: {one['reason']}" if one["worker"] is not None else one["reason"],
     }
-    return terminal.table(made, found.events, widest=None)
+    return terminal.table(made, found["events"], widest=None)
 
 
 def why(options: argparse.Namespace) -> int:
@@ -288,15 +289,15 @@ def why(options: argparse.Namespace) -> int:
     with client_of(options) as etcd:
         keys = read_job(etcd, options.key_prefix, options.job, with_history=True)
         past = explain(status_of(keys, rules), keys)
-    terminal.show(past, why_lines(past, terminal) if keys.exists else [report.no_such_job(options.job)])
-    return shared.HEALTHY if past.healthy else shared.NOT_DONE
+    lines = why_lines(past, terminal) if keys.exists else [report.no_such_job(options.job)]
+    return terminal.show(past, lines, past["healthy"])
 
 
 def why_lines(found: report.Explanation, terminal: Terminal) -> Iterable[str]:
     """The explanation for people."""
-    health = terminal.colour("healthy", "good") if found.healthy else terminal.colour("needs a look", "bad")
-    yield f"{terminal.colour(neutral(found.job), 'bold')}: {health}"
-    yield from wrap(neutral(found.text), LINE_WIDTH, break_on_hyphens=False)
+    health = terminal.colour("healthy", "good") if found["healthy"] else terminal.colour("needs a look", "bad")
+    yield f"{terminal.colour(neutral(found['job']), 'bold')}: {health}"
+    yield from wrap(neutral(report.paragraph(found)), LINE_WIDTH, break_on_hyphens=False)
 
 
 # -- doctor -----------------------------------------------------------------------------------------------------------
@@ -310,17 +311,17 @@ def doctor(options: argparse.Namespace) -> int:
     a lease. Exits with status 0 if there is no problem.
     """
     from ftcoord.etcd.addresses import discovered
-    from ftcoord.operator.doctor import examine, findings
+    from ftcoord.operator.doctor import examine
 
     terminal = Terminal.of(options)
-    facts = examine(discovered(shared.etcd_config(options)), options.key_prefix)
-    found = findings(facts)
-    terminal.show(found, _finding_lines(found, terminal))
-    return shared.UNREACHABLE if not facts.answering else shared.HEALTHY if found.healthy else shared.NOT_DONE
+    found, is_there = examine(discovered(shared.etcd_config(options)), options.key_prefix)
+    code = terminal.show(found, _finding_lines(found, terminal), found["healthy"])
+    return code if is_there else shared.UNREACHABLE
 
 
 def _finding_lines(found: report.Examination, terminal: Terminal) -> Iterator[str]:
-    for one in found.findings:
-        yield f"{terminal.word(f'{one.level:<8}')} {neutral(one.about)}: {neutral(one.found)}"
-        if one.do:
-            yield f"{'':<8} -> {neutral(one.do)}"
+    for one in found["findings"]:
+        level = f"{one['level']:<8}"
+        yield f"{terminal.word(level)} {neutral(one['about'])}: {neutral(one['found'])}"
+        if one["do"]:
+            yield f"{'':<8} -> {neutral(one['do'])}"

@@ -17,7 +17,7 @@ import socket
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -25,7 +25,6 @@ from ftcoord import concurrency
 from ftcoord.config import EtcdConfig, choice, exposure, full_text, key_path, seconds, text, variable, whole
 from ftcoord.core.layout import KEY_PREFIX
 from ftcoord.escaping import neutral
-from ftcoord.operator.report import plain
 
 if TYPE_CHECKING:
     from ftcoord.etcd.client import EtcdClient
@@ -81,7 +80,7 @@ class Flag:
         help: what it is, without the variable and the default, which `add_command` appends.
         parse: from its name, or the variable's, and the text; raises ConfigError.
         default: used when neither is given; not parsed.
-        choices: the allowed values, for shell completion; empty if any value may be given.
+        choices: the allowed values, in place of a parser; empty if any value may be given.
         short: another name, as `-n`.
     """
 
@@ -123,15 +122,13 @@ ETCD_KEYS: Final = (
     Flag("--key-prefix PATH", "FTCOORD_KEY_PREFIX", "the prefix of all keys", key_path, KEY_PREFIX),
 )
 OUTPUT_FLAGS: Final = (
-    Flag(
-        "--output FORMAT", "FTCOORD_OUTPUT", "the output format", choice(*FORMATS), "table", choices=FORMATS, short="-o"
-    ),
-    Flag("--color WHEN", "FTCOORD_COLOR", "whether to use colours", choice(*COLOURS), "auto", choices=COLOURS),
+    Flag("--output FORMAT", "FTCOORD_OUTPUT", "the output format", default="table", choices=FORMATS, short="-o"),
+    Flag("--color WHEN", "FTCOORD_COLOR", "whether to use colours", default="auto", choices=COLOURS),
 )
 _ON_LOSS, _LOSS = ("restart", "ignore"), "on_member_loss of the run's rdzv_conf"
 RULE_FLAGS: Final = (
     Flag("--min-replicas N", "FTCOORD_MIN_REPLICAS", "the least min_replicas to assume", whole(1, 2**31 - 1), 1),
-    Flag("--on-member-loss WHAT", "FTCOORD_ON_MEMBER_LOSS", _LOSS, choice(*_ON_LOSS), "restart", choices=_ON_LOSS),
+    Flag("--on-member-loss WHAT", "FTCOORD_ON_MEMBER_LOSS", _LOSS, default="restart", choices=_ON_LOSS),
 )
 """Settings of a job that the next decision depends on and that etcd may not have."""
 JOB: Final = Flag("JOB", "", "the job's id: torchrun's --rdzv-id, or the last part of a job's address", full_text)
@@ -165,12 +162,9 @@ def resolve(options: argparse.Namespace, env: Mapping[str, str] | None = None) -
         given = getattr(options, flag.dest)
         if flag in ETCD_FLAGS:
             continue
-        if given is not None:
-            setattr(options, flag.dest, flag.parse(flag.name, given))
-        elif variable(variables, flag.variable):
-            setattr(options, flag.dest, flag.parse(flag.variable, variables[flag.variable]))
-        else:
-            setattr(options, flag.dest, flag.default)
+        name, value = (flag.name, given) if given is not None else (flag.variable, variable(variables, flag.variable))
+        parse = choice(*flag.choices) if flag.choices else flag.parse
+        setattr(options, flag.dest, parse(name, value) if given is not None or value else flag.default)
 
 
 def etcd_config(options: argparse.Namespace) -> EtcdConfig:
@@ -210,13 +204,21 @@ def warn_of(host: str, what: str) -> None:
         print(f"ftcoord: {warning}", file=sys.stderr)
 
 
-def until_interrupted() -> Callable[[], bool]:
-    """From now on SIGTERM and Ctrl-C only end the wait of what is returned: it waits for a second, and returns whether
-    there was such a signal."""
+def until_interrupted() -> Callable[..., int]:
+    """From now on SIGTERM and Ctrl-C only end the wait of what is returned, which returns the exit code. It also ends
+    when the given function returns true; then it prints the given problem."""
     ended = concurrency.event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    return lambda: ended.wait(SIGNAL_INTERVAL)
+
+    def wait(problem: str = "", has_failed: Callable[[], bool] = lambda: False) -> int:
+        while not ended.wait(SIGNAL_INTERVAL):
+            if has_failed():
+                print(f"ftcoord: {problem}; start it again", file=sys.stderr)
+                return NOT_DONE
+        return HEALTHY
+
+    return wait
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
@@ -243,12 +245,13 @@ class Terminal:
         """Where the flags say that a command prints."""
         return cls(options.output, options.color)
 
-    def show(self, report: Any, lines: Iterable[str]) -> None:
-        """Show a report: as the user asked, or as these lines."""
+    def show(self, report: Any, lines: Iterable[str], is_well: bool = True) -> int:
+        """Show a report: as the user asked, or as these lines. Returns the command's exit code."""
         if self.format == "table":
             self.write("".join(f"{line}\n" for line in lines))
         else:
             self.write(to_json(report) if self.format == "json" else to_yaml(report))
+        return HEALTHY if is_well else NOT_DONE
 
     def write(self, text: str) -> None:
         self._out.write(text)
@@ -275,7 +278,7 @@ class Terminal:
 
 def _column(head: str, of: str | Callable[[Any], object], values: Sequence[Any], widest: int | None) -> list[str]:
     """The head of a column and its cells, all of one width."""
-    found = [getattr(value, of) if isinstance(of, str) else of(value) for value in values]
+    found = [value[of] if isinstance(of, str) else of(value) for value in values]
     texts = [head, *(_cell(value, widest) for value in found)]
     width = max(map(_width, texts))
     is_right = bool(found) and all(value is None or type(value) is int for value in found)
@@ -303,19 +306,19 @@ def clock(at: float, form: str = "%H:%M:%S") -> str:
 
 def to_json(report: Any) -> str:
     """One document, with a line end."""
-    return json.dumps(report, default=plain, indent=2) + "\n"
+    return json.dumps(report, default=asdict, indent=2) + "\n"
 
 
 def to_line(report: Any, format: str) -> str:
     """One of several documents: JSON on a line of its own, or YAML with a mark before it."""
     if format == "json":
-        return json.dumps(report, default=plain, separators=(",", ":")) + "\n"
+        return json.dumps(report, default=asdict, separators=(",", ":")) + "\n"
     return f"---\n{to_yaml(report)}"
 
 
 def to_yaml(report: Any) -> str:
     """One document of YAML 1.2 in block style. Its scalars are JSON's, so nothing in it is taken for something else."""
-    return "\n".join(_yaml(json.loads(json.dumps(report, default=plain)))) + "\n"
+    return "\n".join(_yaml(json.loads(json.dumps(report, default=asdict)))) + "\n"
 
 
 def _yaml(value: Any) -> list[str]:

@@ -8,11 +8,11 @@
 """
 
 from ftcoord.coordination.gateway import Gateway
-from ftcoord.coordination.lighthouse import LighthouseClient, LighthouseServer
+from ftcoord.coordination.lighthouse import LighthouseClient, LighthouseServer, Observer
 from ftcoord.coordination.manager import ManagerServer
 from ftcoord.coordination.manager_client import ManagerClient
-from ftcoord.coordination.observer import Observer
-from ftcoord.coordination.types import Quorum, QuorumMember, QuorumResult, Timestamp
+from ftcoord.coordination.types import Quorum, QuorumMember, Timestamp
+from ftcoord.core.recovery import QuorumResult
 
 __all__ = [
     "Gateway",

@@ -1,4 +1,5 @@
-"""torchft's lighthouse API without a lighthouse: the clients decide quorums among themselves, through etcd.
+"""torchft's lighthouse API without a lighthouse: the clients decide quorums among themselves, through etcd. And who
+follows these without taking part: for a whole job, or for the members of one quorum.
 
 The API is that of `torchft.coordination` (https://docs.pytorch.org/torchft/coordination.html), 0.2.0 and nightly.
 """
@@ -6,22 +7,35 @@ The API is that of `torchft.coordination` (https://docs.pytorch.org/torchft/coor
 from __future__ import annotations
 
 import contextlib
-import ipaddress
+import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from math import inf
+from typing import Any, Final, TypeAlias
 
 from ftcoord import concurrency
+from ftcoord.closing import Closing, weakly
 from ftcoord.coordination import checks
 from ftcoord.coordination.address import Job, fresh_name
 from ftcoord.coordination.connection import check_process, connect, torchft_errors
 from ftcoord.coordination.kills import order_kill
 from ftcoord.coordination.replica import Replica
-from ftcoord.coordination.types import Quorum, json_text, quorum_reply
-from ftcoord.core.quorum_records import QuorumRequest
+from ftcoord.coordination.types import Quorum
+from ftcoord.core.layout import decided_key, member_key, member_of, members_span
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, parse_quorum, parse_replica
+from ftcoord.errors import RequestRefused
+from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import SharedClient
+from ftcoord.primitives.deaths import causes_of
+from ftcoord.primitives.group.use import ParsedKeys
+from ftcoord.primitives.mirror import Feed, Informer, Mirror
+
+log = logging.getLogger(__name__)
+
+# -- taking part -------------------------------------------------------------------------------------------------------
+
 
 SERVER_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
 """How long a new LighthouseServer waits for etcd."""
@@ -36,7 +50,7 @@ class LighthouseServer:
     FTCOORD_ENDPOINTS, else from ETCDCTL_ENDPOINTS, else 127.0.0.1:2379.
 
     Args:
-        bind: `host:port`, as torchft takes it; checked, but not used.
+        bind: accepted, but not used: nothing is listened to.
         min_replicas: the fewest replicas that form a quorum.
         join_timeout_ms: how long a quorum waits for replicas that are alive but do not ask, in milliseconds. The
             default is 100, as in torchft; an address without this option has 60000.
@@ -44,8 +58,8 @@ class LighthouseServer:
         heartbeat_timeout_ms: how long a replica counts as alive after its last beat, in milliseconds; default 5000.
             Below 3000 only a client judges its own replicas by it, and a gateway its own; leases live for 3 s.
 
-    Raises TypeError and OverflowError for arguments of a wrong type or size, and RuntimeError for a bad `bind` or
-    value, or when etcd does not answer within 10 s.
+    Raises TypeError and OverflowError for arguments of a wrong type or size, and RuntimeError for a bad value,
+    or when etcd does not answer within 10 s.
     """
 
     def __init__(
@@ -56,7 +70,7 @@ class LighthouseServer:
         quorum_tick_ms: int | None = None,
         heartbeat_timeout_ms: int | None = None,
     ) -> None:
-        _check_bind(checks.string("bind", bind))
+        checks.string("bind", bind)
         checks.integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms)
         job = Job(
             scheme="etcd",
@@ -145,12 +159,10 @@ class LighthouseClient:
             step=checks.integer("step", step, -checks.LARGEST - 1),
             world_size=checks.integer("world_size", world_size),
             shrink_only=checks.boolean("shrink_only", shrink_only),
-            data=json_text(data),
-            commit_failures=0,
-            handles=(),
+            data=checks.json_text(data),
         )
         with torchft_errors(), self._calling(replica_id) as replica:
-            return quorum_reply(replica.ask(request, deadline))
+            return Quorum(replica.ask(request, deadline))
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Show that a replica is alive.
@@ -252,11 +264,256 @@ def _leave_all(replicas: dict[str, Replica], etcd: SharedClient) -> None:
     etcd.close()
 
 
-def _check_bind(bind: str) -> None:
-    host, _, port = bind.rpartition(":")
+# -- following ---------------------------------------------------------------------------------------------------------
+
+
+class Observer:
+    """Follows one job. Thread-safe.
+
+        def abort(replica_id: str, cause: str) -> None:
+            print(replica_id, "is lost:", cause)
+            process_group.abort()  # collectives that wait for it end now, not when NCCL times out
+
+        observer = Observer("etcd://h1:2379,h2:2379/job1", timedelta(seconds=10), on_lost=abort)
+
+    With callbacks, etcd sends it every request and every quorum of the job, so use one per job, or per host.
+
+    Args:
+        addr: the job's address, see `LighthouseClient`.
+        connect_timeout: how long to wait for etcd, a timedelta.
+        on_quorum: called with the last quorum, if there is one, and then with every new one. After an interruption it
+            may be called only with the last of several.
+        on_lost: called with the replica id and the cause when a member of the current quorum dies, leaves or misses its
+            heartbeat timeout: long before its peers' collectives time out. Once per quorum and member. The cause is one
+            line such as "host7 (pid 4711) was killed by signal 9 (SIGKILL)", or empty if none is known.
+
+    Callbacks run one at a time, on the observer's thread. Their exceptions are logged, and do not stop later callbacks.
+    While etcd is unreachable nothing is reported; changes are reported when it is back. An observer that nobody refers
+    to is closed. If its thread fails with an unexpected error, the error is logged, callbacks end, and each method
+    raises RuntimeError.
+
+    Raises TypeError and ValueError for bad arguments, and RuntimeError when etcd does not answer within
+    `connect_timeout`.
+    """
+
+    def __init__(
+        self,
+        addr: str,
+        connect_timeout: timedelta,
+        *,
+        on_quorum: Callable[[Quorum], object] | None = None,
+        on_lost: Callable[[str, str], object] | None = None,
+    ) -> None:
+        limit = checks.seconds("connect_timeout", connect_timeout)
+        self._job, self._etcd = connect(checks.string("addr", addr), limit)
+        self._decided_key = decided_key(self._job.prefix)
+        self._on_quorum, self._on_lost = on_quorum, on_lost
+        # Only the informer's thread:
+        self._current: QuorumRecord | None = None
+        self._reported_lost: set[str] = set()  # members of the current quorum
+        # Set once by the informer's thread, read by any:
+        self._failure: BaseException | None = None
+        self._informers: list[Informer] = []
+        if any((on_quorum, on_lost)):
+            spans = [Span(self._decided_key), members_span(self._job.prefix)]
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._etcd.close)  # where no thread can be started
+                # Weak references: the informer's thread must not keep this object alive.
+                report, failed = weakly(self._report), weakly(self._note_failure)
+                self._informers.append(Informer(self._etcd, spans, report, "ftcoord-observer", failed))
+                undo.pop_all()
+        self._cancel_finalizer = concurrency.when_forgotten(self, _end, self._informers, self._etcd, last=True)
+
+    def quorum(self) -> Quorum | None:
+        """The last quorum; None before the first. Costs one read. Raises RuntimeError when etcd does not answer, or the
+        observer's thread has failed."""
+        if self._failure is not None:
+            problem = f"{type(self._failure).__name__}: {self._failure}"
+            why = f"this observer has failed ({problem}); close it and make a new one"
+            raise checks.Failure("Internal", why).error()
+        with torchft_errors():
+            decided = self._etcd.get(self._decided_key).one
+            return Quorum(parse_quorum(decided.key, decided.value)) if decided is not None else None
+
+    def close(self) -> None:
+        """Stop following the job. No callback begins after this returns. Idempotent.
+
+        It waits for a running callback, unless that callback calls it.
+        """
+        self._cancel_finalizer()
+        _end(self._informers, self._etcd)
+
+    # -- how ----------------------------------------------------------------------------------------------------
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._failure = error
+
+    def _report(self, quorum: Mirror, alive: Mirror) -> None:
+        decided = parse_quorum(quorum.one.key, quorum.one.value) if quorum.one is not None else None
+        if decided is not None and decided != self._current:
+            self._current, self._reported_lost = decided, set()
+            if self._on_quorum is not None:
+                _call(self._on_quorum, Quorum(decided))
+        if self._current is None or self._on_lost is None:
+            return
+        for seat in self._current.seats:
+            key = member_key(self._job.prefix, seat.member)
+            if key in alive.kvs or seat.member in self._reported_lost:
+                continue
+            # The watch of the decision may be ahead of that of the members, so a new member may only seem to be lost.
+            if self._etcd.get(key).one is None:
+                cause = causes_of(self._etcd, self._job.prefix, [seat.member]).get(seat.member, "")
+                self._reported_lost.add(seat.member)  # only now: where etcd does not answer, this is called again
+                _call(self._on_lost, seat.request.replica_id, cause)
+
+
+def _call(callback: Callable[..., object], *arguments: Any) -> None:
     try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-        if not port.isdigit() or int(port) > 65535:
-            raise ValueError(port)
-    except ValueError:
-        raise RuntimeError(f"invalid socket address {bind!r}; write it as [::]:29510 or 0.0.0.0:29510") from None
+        callback(*arguments)
+    except Exception:  # a user's: its failure must not end the thread that runs the other callbacks
+        log.exception("an observer's callback failed")
+
+
+def _end(informers: Sequence[Informer], etcd: SharedClient) -> None:
+    for informer in informers:
+        informer.close()
+    etcd.close()
+
+
+LOOKED_BACK: Final = 100
+"""How many past quorums to search: a rank's quorum is almost always the last one."""
+
+OnLost: TypeAlias = Callable[[int, str, str], object]
+"""Called with a quorum's id, a replica id, and the cause, which may be empty."""
+
+
+class QuorumWatch(Closing):
+    """Watches for lost members of the quorum that a process is in. Thread-safe; its owner must close it.
+
+    An `Observer` gets every request and every decision of a job. This class is for every rank of a job: it reads the
+    quorum once, when it is told which one, and from then on etcd sends it only the members that are gone.
+
+    A member with a known cause of death is lost. A member that is gone without a cause may have left after its part, or
+    may only have lost its lease: it is lost if no replica of its name is back after a heartbeat timeout.
+
+    Args:
+        addr: the job's address, see `LighthouseClient`.
+        connect_timeout: how long to wait for etcd, a timedelta.
+        on_lost: called on the watch's thread when a member of the quorum is lost; perhaps again for the same member.
+        on_failed: called on the watch's thread with an unexpected error, which is logged and ends the watch.
+
+    Raises TypeError and ValueError for bad arguments, and RuntimeError when etcd does not answer in time. While etcd is
+    unreachable nothing is reported; losses are reported when it is back.
+    """
+
+    def __init__(
+        self, addr: str, connect_timeout: timedelta, on_lost: OnLost, on_failed: Callable[[BaseException], object]
+    ) -> None:
+        limit = checks.seconds("connect_timeout", connect_timeout)
+        self._job, self._etcd = connect(checks.string("addr", addr), limit)
+        self._on_lost = on_lost
+        self._wanted: int | None = None  # written by any thread, as a whole
+        # Only the thread:
+        self._followed: int | None = None
+        self._feed = self._new_feed()  # others wake whichever there is
+        self._seats: dict[str, str] = {}  # the replica ids of the quorum's members that were not missed yet
+        self._present: set[str] = set()
+        self._missed: dict[str, tuple[str, float]] = {}  # without a cause, by member: the replica id, and until when
+        self._replicas = ParsedKeys(parse_replica)
+        self._thread = concurrency.StepThread(
+            self._step,
+            "ftcoord-vigil",
+            wake=lambda: self._feed.wake(),
+            end=lambda: self._feed.close(),
+            failed=on_failed,
+        )
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._etcd.close)
+            self._thread.start()
+            undo.pop_all()
+
+    def follow(self, quorum_id: int) -> None:
+        """Watch this quorum from now on, and no other."""
+        self._wanted = quorum_id
+        self._feed.wake()
+
+    def close(self) -> None:
+        """Stop reporting. Waits for a running call of `on_lost`, unless that calls this. Idempotent."""
+        self._thread.close()
+        self._etcd.close()
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        if self._wanted != self._followed:
+            self._begin(self._wanted)
+            return  # to look at what is wanted again: who changed it meanwhile may have woken the feed of before
+        if self._feed.synced:
+            self._note_gone()
+        left = min((until for _, until in self._missed.values()), default=inf) - concurrency.now()
+        if left <= 0:
+            self._judge()
+            return
+        news = self._feed.next(min(left, concurrency.LONGEST_WAIT))
+        for change in news or ():
+            if change.now is None:
+                self._present.discard(member_of(change.key))
+            else:
+                self._present.add(member_of(change.key))
+
+    def _begin(self, quorum_id: int | None) -> None:
+        self._seats = self._read_seats(quorum_id)
+        self._feed.close()
+        self._feed, self._followed = self._new_feed(), quorum_id
+        self._present.clear()
+        self._missed.clear()
+
+    def _note_gone(self) -> None:
+        gone = [member for member in self._seats if member not in self._present]
+        causes = causes_of(self._etcd, self._job.prefix, gone) if gone else {}
+        for member in gone:
+            replica_id = self._seats.pop(member)
+            if member in causes:
+                self._report(replica_id, causes[member])
+            else:
+                self._missed[member] = replica_id, concurrency.now() + self._job.heartbeat_timeout
+
+    def _judge(self) -> None:
+        """Report those whose time is over, unless a live member has their name."""
+        now = concurrency.now()
+        over = {member: name for member, (name, until) in self._missed.items() if until <= now}
+        found = self._etcd.range(Get(members_span(self._job.prefix))).kvs
+        names = {one.request.replica_id for _, one in self._replicas.of(found)}
+        causes = causes_of(self._etcd, self._job.prefix, over)
+        for member, replica_id in over.items():
+            del self._missed[member]
+            if replica_id not in names:
+                self._report(replica_id, causes.get(member, ""))
+        if not names.isdisjoint(over.values()):  # under other ids, which the feed does not know; the next decision does
+            self._followed = None
+
+    def _report(self, replica_id: str, cause: str) -> None:
+        if not self._thread.closed and self._followed is not None:
+            self._on_lost(self._followed, replica_id, cause)
+
+    def _read_seats(self, quorum_id: int | None) -> dict[str, str]:
+        """The replica ids of the quorum's members, by member id; empty if etcd no longer has the quorum. The others may
+        have decided another one meanwhile, while this rank's collectives still wait for those of its own."""
+        revision = 0  # the newest
+        for _ in range(LOOKED_BACK):
+            try:
+                decided = self._etcd.range(Get(Span(decided_key(self._job.prefix)), revision=revision)).one
+            except RequestRefused as error:
+                log.debug("etcd's history ends: %s", error)
+                break
+            if decided is None:
+                break
+            quorum = parse_quorum(decided.key, decided.value)
+            if quorum.id == quorum_id:
+                return {seat.member: seat.request.replica_id for seat in quorum.seats}
+            revision = decided.mod_revision - 1
+        log.warning("quorum %s is not in etcd's history: who is lost of it is not reported", quorum_id)
+        return {}
+
+    def _new_feed(self) -> Feed:
+        return Feed(self._etcd, members_span(self._job.prefix), deletes_only=True)

@@ -67,13 +67,7 @@ class ManagedGroup:
     Raises RuntimeError. Everything that was made is then released.
     """
 
-    def __init__(
-        self,
-        identity: GroupIdentity,
-        lighthouse_addr: str,
-        bind: str,
-        connect_timeout: float,
-    ) -> None:
+    def __init__(self, identity: GroupIdentity, lighthouse_addr: str, bind: str, connect_timeout: float) -> None:
         show_if_asked()
         self._identity, self._pid = identity, os.getpid()
         self._closed = concurrency.event()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ftcoord import concurrency
@@ -18,18 +18,12 @@ from ftcoord.coordination.native import NativeManager
 from ftcoord.coordination.port import WrongKey
 from ftcoord.coordination.rank_port import ManagerLines
 from ftcoord.coordination.ranks import KillOrder, MetadataQuery, NoSuchRank, RankCall, RankGroup, RankRequest, TimedVote
-from ftcoord.coordination.types import QuorumResult, with_known_token, without_token
+from ftcoord.coordination.types import with_known_token, without_token
 from ftcoord.core.manager_address import key_of
+from ftcoord.core.recovery import QuorumResult
 
 LOOKUP_INTERVAL: Final = 0.1
 """Seconds between two attempts to reach a manager that does not listen yet."""
-
-
-class ManagerCalls(Protocol):
-    """A connection to a manager. An answer may be a Failure."""
-
-    def call(self, call: RankCall, deadline: float) -> Any: ...
-    def close(self) -> None: ...
 
 
 class ManagerClient:
@@ -179,7 +173,7 @@ class ManagerWay:
     def __init__(self, address: str, fragment: str) -> None:
         self._address, self._fragment = address, fragment
         # Any thread, as a whole: two that find the manager at the same time find the same one.
-        self._calls: ManagerCalls | None = None
+        self._calls: ManagerLines | NativeManager | None = None
 
     def find(self, timeout: float) -> None:
         """Connect to the manager. Raises RuntimeError when that fails for `timeout` seconds."""
@@ -213,7 +207,7 @@ class ManagerWay:
         if self._calls is not None:
             self._calls.close()
 
-    def _connect(self, deadline: float) -> ManagerCalls:
+    def _connect(self, deadline: float) -> ManagerLines | NativeManager:
         """Raises OSError."""
         host, port = place_of(self._address)
         if not self._fragment:
@@ -233,8 +227,6 @@ def place_of(address: str) -> tuple[str, int]:
 
 def call_here(group: RankGroup, call: RankCall, deadline: float) -> Any:
     """Call a manager in this process. Raises the call's error."""
-    if isinstance(call, KillOrder):
-        return group.kill(call.message)
     waiting, to_answer, ask_for_all = group.begin(call)
     if ask_for_all is not None:
         ask_for_all.run()

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from functools import lru_cache
+from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.asks import AskDesk, line_of, release
+from ftcoord.coordination.ask_desk import AskDesk
+from ftcoord.coordination.ask_line import line_of, release
+from ftcoord.core import quorum_records as records
 from ftcoord.core.asks import Ask, OpenAsk
 from ftcoord.core.death_records import KnownCause
 from ftcoord.core.history import NOT_ASKING, HistoryEvent, gone_seats, quorum_events, signed
 from ftcoord.core.layout import decided_key, member_key, member_of
-from ftcoord.core.quorum import NOTHING_HEARD, Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide, outlook
-from ftcoord.core.quorum_records import (
-    QuorumRecord,
-    QuorumRequest,
-    ReplicaRecord,
-    encode,
-    encode_quorum,
-    parse_quorum,
-    parse_replica,
-)
+from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumSituation, decide, outlook
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, parse_quorum, parse_replica
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, LARGEST_STEP, check_step
 from ftcoord.core.verdict import Next, Outlook, Publish, Verdict, Wait
 from ftcoord.errors import EtcdError
 from ftcoord.etcd.api import KeyValue
-from ftcoord.primitives.group.parse_cache import ParsedKeys
-from ftcoord.primitives.group.policy import ReadBack, View
-from ftcoord.primitives.group.use import Asking, Use
+from ftcoord.primitives.group.use import Asking, ParsedKeys, ReadBack, Use, View
 
 log = logging.getLogger(__name__)
 
@@ -38,36 +31,13 @@ GATHERS: Final = 0.3
 """Seconds for which a new decider waits for those that asked the one before,"""
 GATHERS_PER_SEAT: Final = 0.001
 """and for each seat of the last quorum: so long takes it until all have connected."""
-_KEPT: Final = 4
-"""Quorums that a process keeps, as last read or written."""
 
 
-class _Quorums:
-    """The last quorums of this process, by their values in etcd. A process may represent many replicas: each quorum is
-    parsed once per process, and never in the process that decided it. Thread-safe."""
-
-    def __init__(self) -> None:
-        # Any thread, one step of a dict at a time; if two parse the same, the last one stays.
-        self._known: dict[tuple[str, bytes], QuorumRecord] = {}
-
-    def read(self, key: str, value: bytes) -> QuorumRecord:
-        """As `parse_quorum`. Raises StateError."""
-        quorum = self._known.get((key, value))
-        if quorum is None:
-            quorum = parse_quorum(key, value)
-            self.note(key, value, quorum)
-        return quorum
-
-    def note(self, key: str, value: bytes, quorum: QuorumRecord) -> None:
-        """Note the quorum that `parse_quorum` would return for these values."""
-        for known in [*self._known.values()]:
-            quorum.share_names(known)
-        self._known[key, value] = quorum
-        for old in [*self._known][:-_KEPT]:
-            self._known.pop(old, None)
-
-
-_quorums: Final = _Quorums()
+@lru_cache(maxsize=4)
+def read_quorum(key: str, value: bytes) -> QuorumRecord:
+    """A decided record. A process may represent many replicas: each quorum is parsed once, whoever reads or decides it.
+    Raises StateError."""
+    return parse_quorum(key, value)
 
 
 class HighestSeen:
@@ -76,7 +46,7 @@ class HighestSeen:
 
     def __init__(self) -> None:
         self._lock = concurrency.lock("HighestSeen._lock")  # two threads may read a record at the same time
-        self.highest: Highest = NOTHING_HEARD
+        self.highest = Highest()
         self._last: QuorumRecord | None = None
         self.taken: QuorumRecord | None = None
         """The last quorum that this replica took part in, as its caller was told."""
@@ -85,11 +55,11 @@ class HighestSeen:
 
     def read(self, key: str, value: bytes) -> QuorumRecord:
         """Parse a decided record, and remember it. Raises StateError."""
-        quorum = _quorums.read(key, value)
+        quorum = read_quorum(key, value)
         with self._lock:
-            if self.highest != NOTHING_HEARD:
+            if self.highest.either:
                 check_step(key, max(quorum.number, quorum.id), self.highest.either, LARGEST_DECIDED_STEP)
-            self.highest = self.highest.and_of(quorum)
+            self.highest = self.highest.and_(quorum.number, quorum.id)
             if quorum.contradicts(self._last) or (self.taken is not self._last and quorum.contradicts(self.taken)):
                 # Of another history of etcd. Its id is not kept, or this replica would take it for its own quorum's.
                 self.highest = self.highest.and_(0, quorum.id + 1)
@@ -103,28 +73,16 @@ class HighestSeen:
             if asked > self.answered:
                 self.taken, self.answered = quorum, asked
 
-    def note(self, member: ReplicaRecord) -> None:
-        """Remember what a member knows, too: it may be gone when the next quorum is decided."""
-        self.heard(member.heard, member.after)
-
     def heard(self, number: int, id_: int) -> None:
-        """Remember what somebody knows."""
+        """Remember what a member knows."""
         known = self.highest
         if number > known.number or id_ > known.id:
             with self._lock:
                 self.highest = self.highest.and_(number, id_)
 
 
-class _Heard(NamedTuple):
-    """A member's key, its record, and the member that they make."""
-
-    kv: KeyValue
-    record: ReplicaRecord
-    candidate: QuorumCandidate
-
-
 class QuorumPolicy:
-    """Decides the quorums of one job. Implements `ftcoord.primitives.group.policy.Policy`.
+    """Decides the quorums of one job. Implements `ftcoord.primitives.group.use.Policy`.
 
     A member is alive as long as its lease.
 
@@ -150,69 +108,54 @@ class QuorumPolicy:
         self._members = ParsedKeys(parse_replica)
         self._decided: KeyValue | None = None
         self._last: QuorumRecord | None = None
-        """The last result of `_read_decided`."""
-        self._known: dict[str, _Heard] = {}
-        self._said = ""
+        """The quorum in `_decided`."""
+        self._known: dict[str, tuple[KeyValue, QuorumCandidate]] = {}
+        """Each member's key, and what it asks by that."""
+        self._asked: dict[str, tuple[OpenAsk, QuorumCandidate, QuorumCandidate]] = {}
+        """By member: what it asked by port at the last look, what it asks by key, and what both made."""
         self._readable = ReadBack()
 
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record cannot be read by this version, and EtcdError."""
-        previous = self._read_decided(view)
+        decided = view.decided
+        if decided != self._decided:
+            self._last = self._seen.read(decided.key, decided.value) if decided is not None else None
+            self._decided = decided
+        previous = self._last
         self._note(view)
-        alive = self._candidates(view.asks)
-        highest = self._seen.highest
-        created = self._wall_clock()
-        unreadable = len(self._members.unreadable)
-        gathers_until = view.took_at + GATHERS + GATHERS_PER_SEAT * (len(previous.seats) if previous else 0)
         situation = QuorumSituation(
-            alive, previous, view.decided_at, highest, created, me, unreadable, gathers_until=gathers_until
+            [*self._candidates(view.asks)],
+            previous,
+            view.decided_at,
+            self._seen.highest,
+            created=self._wall_clock(),
+            decider=me,
+            unreadable=len(self._members.unreadable),
+            gathers_until=view.took_at + GATHERS + GATHERS_PER_SEAT * (len(previous.seats) if previous else 0),
         )
         verdict = decide(situation, self._options, now)
-        self._say(verdict.reason)
-        if isinstance(verdict, Publish):
-            record = verdict.record
-            encoded = self._encoded(verdict)
-            published = self._readable.passed(encoded, lambda one: self._read_back(one, record), now)
-            if isinstance(published, Wait):
-                return published
-            return replace(published, events=signed(self._events(previous, record), me, int(created * 1000)))
-        return Wait(verdict.reason, verdict.until, verdict.rule)
+        if isinstance(verdict, Wait):
+            return verdict
+        encoded = Publish(
+            records.encode_quorum(verdict.record), verdict.reason, verdict.rule, nothing_follows=verdict.nothing_follows
+        )
+        key = decided_key(self._prefix)
+        published = self._readable.passed(encoded, lambda one: read_quorum(key, one.record), now)
+        if isinstance(published, Wait):
+            return published
+        events = self._events(previous, verdict.record)
+        return replace(published, events=signed(events, me, int(situation.created * 1000)))
 
     def _events(self, previous: QuorumRecord | None, new: QuorumRecord) -> list[HistoryEvent]:
         """The events for the history of a decision: none, at the cost of no request, in a step of the same members."""
         gone = [seat.member for seat in gone_seats(previous, new)]
-        return quorum_events(previous, new, self._causes_of(gone), self._words_of(gone))
-
-    def _causes_of(self, gone: Sequence[str]) -> Mapping[str, KnownCause]:
+        there = {member: NOT_ASKING for member in gone if member_key(self._prefix, member) in self._known}
+        causes: Mapping[str, KnownCause] = {}
         try:
-            return self._causes(gone) if gone else {}
+            causes = self._causes(gone) if gone else {}
         except EtcdError as error:  # nothing is decided by it, and a step may be waiting
             log.debug("the causes of death of members that are gone cannot be read: %s", error)
-            return {}
-
-    def _words_of(self, gone: Iterable[str]) -> dict[str, str]:
-        """Of members that are not in the next quorum, those that are there."""
-        return {member: NOT_ASKING for member in gone if member_key(self._prefix, member) in self._known}
-
-    def _encoded(self, decision: Publish[QuorumRecord]) -> Publish[bytes]:
-        """The same decision, encoded for etcd."""
-        value = encode_quorum(decision.record)
-        return Publish(value, decision.reason, decision.rule, nothing_follows=decision.nothing_follows)
-
-    def _read_back(self, decision: Publish[bytes], quorum: QuorumRecord) -> None:
-        """Raises StateError if the others could not read this decision."""
-        key = decided_key(self._prefix)
-        parse_quorum(key, decision.record)
-        _quorums.note(key, decision.record, quorum)
-
-    def _read_decided(self, view: View) -> QuorumRecord | None:
-        """The last quorum. Raises StateError."""
-        decided = view.decided
-        if decided is None:
-            return None
-        if decided != self._decided:
-            self._last, self._decided = self._seen.read(decided.key, decided.value), decided
-        return self._last
+        return quorum_events(previous, new, causes, there)
 
     def _note(self, view: View) -> None:
         """The members, and what each was when it asked. A repeated write does not change since when it asks."""
@@ -220,27 +163,30 @@ class QuorumPolicy:
         for kv, record in self._members.of(view.members, self._seen.highest.either):
             known = before.get(kv.key)
             # The whole value counts: an etcd that lost writes gives their revisions to others.
-            if known is None or known.kv != kv:
-                same = known.candidate if known and known.record.asked == record.asked else None
+            if known is None or known[0] != kv:
+                same = known[1] if known and known[1].asked == record.asked else None
                 since, asked_at = (same.joined, same.asked_at) if same else (view.seen[kv.key], kv.mod_revision)
-                known = _Heard(kv, record, _candidate(kv, record, since, asked_at))
-                self._seen.note(record)
+                when = {"came_at": kv.create_revision, "asked_at": asked_at, "wrote_at": kv.mod_revision}
+                known = kv, QuorumCandidate.of(member_of(kv.key), record, joined=since, **when)
+                self._seen.heard(record.heard, record.after)  # it may be gone when the next quorum is decided
             self._known[kv.key] = known
 
-    def _candidates(self, asks: Mapping[str, OpenAsk]) -> list[QuorumCandidate]:
+    def _candidates(self, asks: Mapping[str, OpenAsk]) -> Iterator[QuorumCandidate]:
         """Each member with what it asks: by its key, or the decider itself, whatever it asked last."""
-        found = []
-        for known in self._known.values():
-            one = asks.get(known.candidate.member)
+        before, self._asked = self._asked, {}
+        for kv, by_key in self._known.values():
+            one = asks.get(by_key.member)
             # Whoever has written its key since then has asked, or withdrawn, by that: its connection is lost.
-            is_last = one is not None and known.kv.mod_revision <= one.ask.since
-            if one is not None and is_last and one.ask.serial > known.record.asked:
-                found.append(self._asking(known, one))
-            else:
-                found.append(known.candidate)
-        return found
+            if one is None or kv.mod_revision > one.ask.since or one.ask.serial <= by_key.asked:
+                yield by_key
+                continue
+            made = before.get(by_key.member)
+            if made is None or made[0] is not one or made[1] is not by_key:  # many come one by one
+                made = one, by_key, self._asking(kv, one)
+            self._asked[by_key.member] = made
+            yield made[2]
 
-    def _asking(self, known: _Heard, one: OpenAsk) -> QuorumCandidate:
+    def _asking(self, kv: KeyValue, one: OpenAsk) -> QuorumCandidate:
         ask = one.ask
         if ask.highest <= self._seen.highest.either + LARGEST_STEP:  # else nobody has counted to it
             self._seen.heard(ask.heard, ask.after)
@@ -248,24 +194,13 @@ class QuorumPolicy:
             ask.member,
             ask.request,
             ask.serial,
-            0,
-            one.first_at,
-            known.kv.create_revision,
-            max(one.first_seen_at, ask.since),  # who asks has seen its own join
-            max(one.seen_at, ask.since),
+            after=0,
+            joined=one.first_at,
+            came_at=kv.create_revision,
+            asked_at=max(one.first_seen_at, ask.since),  # who asks has seen its own join
+            wrote_at=max(one.seen_at, ask.since),
             order=one.order,
         )
-
-    def _say(self, reason: str) -> None:
-        if reason != self._said:
-            self._said = reason
-            log.debug("%s", reason)
-
-
-def _candidate(kv: KeyValue, record: ReplicaRecord, since: float, asked_at: int) -> QuorumCandidate:
-    return QuorumCandidate.of(
-        member_of(kv.key), record, joined=since, came_at=kv.create_revision, asked_at=asked_at, wrote_at=kv.mod_revision
-    )
 
 
 UNNUMBERED: Final = -1
@@ -299,10 +234,10 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         # The numbers of requests: the last one, written by `stamp`, and the last one that needs no answer any more,
         # written by `nobody_asks`. Both only grow, and no request is stamped before its call is counted.
         self._asked = self._closed = 0
-        self._last: ReplicaRecord | None = None
+        self._last: QuorumRequest | None = None
         """The request with the number `_asked`; only `stamp`."""
         self._writes = 0
-        self._line = line_of(job, _quorums.read)
+        self._line = line_of(job, read_quorum)
         self._asking: Asking | None = None  # any thread, as the next ones; only `call` changes it
         self._answered = 0
         """The number of the last request that is known to be answered; only grows."""
@@ -332,27 +267,20 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         """The replica takes part in this quorum, which answers its request number `asked`: its caller is told of it."""
         self._seen.takes(quorum, asked)
 
-    # For each replica at each step: a record is made by its class, since `replace` takes several times as long.
-
     def stamp(self, ask: ReplicaRecord) -> ReplicaRecord:
         self._writes += 1
-        now = self._seen.highest
-        if ask.asked == UNNUMBERED:
-            self._asked += 1
-            said = (self._asked, now.id, self._writes, now.number, self._job.min_replicas)
-            self._last = ReplicaRecord(ask.request, *said)
-            return self._last
-        if self._last is not None and 0 < ask.asked < self._asked:
-            ask = self._last  # else nobody would know of the last request any longer
-        said = (ask.asked, now.id, self._writes, now.number, self._job.min_replicas)
-        return ReplicaRecord(ask.request, *said)
+        asked, request = ask.asked, ask.request
+        if asked == UNNUMBERED:
+            self._asked, self._last = self._asked + 1, request
+        if asked and self._last is not None:  # an earlier call writes again: else nobody would know of the last request
+            asked, request = self._asked, self._last
+        now = self._seen.highest  # by its class: `replace` takes several times as long, for each replica at each step
+        return ReplicaRecord(request, asked, now.id, self._writes, now.number, self._job.min_replicas)
 
     def encode(self, ask: ReplicaRecord) -> bytes:
         """An answered request is encoded as none, also when a new member repeats it."""
-        asked, now = ask.asked if self._asks(ask) else 0, self._seen.highest
-        if (asked, now.id, now.number) != (ask.asked, ask.after, ask.heard):  # a record that is written again, later
-            ask = ReplicaRecord(ask.request, asked, now.id, ask.beat, now.number, ask.min_replicas)
-        return encode(ask)
+        now = self._seen.highest
+        return records.encode(replace(ask, asked=ask.asked if self._asks(ask) else 0, after=now.id, heard=now.number))
 
     def _asks(self, ask: ReplicaRecord) -> bool:
         """Whether a call still waits for an answer to it."""
@@ -361,7 +289,7 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
     # -- asking the decider itself ------------------------------------------------------------------------------------
 
     def desk(self) -> AskDesk:
-        return AskDesk(self._job, self._line, _quorums.read)
+        return AskDesk(self._job, self._line, read_quorum)
 
     def is_by_key(self, ask: ReplicaRecord) -> bool:
         by_key = self._asks(ask) and self._line.is_by_key
@@ -392,7 +320,7 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
             release(self._job, self._line)
 
     def answered(self, value: bytes, revision: int, lease: int) -> None:
-        """See `asks.Caller`, as the next ones."""
+        """See `ask_line.Caller`, as the next ones."""
         if self._asking is not None:
             self._asking.answered(value, revision, lease)
 
@@ -423,24 +351,14 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
 
 def idle(request: QuorumRequest) -> ReplicaRecord:
     """What a replica writes while it asks for nothing."""
-    return ReplicaRecord(request, 0, 0, 0)
+    return ReplicaRecord(request)
 
 
 def nothing_of(replica_id: str) -> QuorumRequest:
     """The request of a replica that has none."""
-    return QuorumRequest(
-        replica_id=replica_id,
-        address="",
-        store_address="",
-        step=0,
-        world_size=0,
-        shrink_only=False,
-        data="",
-        commit_failures=0,
-        handles=(),
-    )
+    return QuorumRequest(replica_id)
 
 
 def asking(request: QuorumRequest) -> ReplicaRecord:
     """What a replica writes to ask for the next quorum."""
-    return ReplicaRecord(request, UNNUMBERED, 0, 0)
+    return ReplicaRecord(request, UNNUMBERED)

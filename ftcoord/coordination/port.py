@@ -1,7 +1,8 @@
 """A TCP port that proves itself: frames, a greeting with proofs, a thread that serves all connections, and the caller.
 
-A manager's ranks and peers use it. A frame is a length (4 bytes, big-endian, of the payload, at most 4 MiB), one byte
-that tells the kind, and the payload. Both ends know a key, which never travels:
+Replicas ask the decider of their job at one, and a manager's ranks and peers call the manager at one. A frame is a
+length (4 bytes, big-endian, of the payload, at most 4 MiB), one byte that tells the kind, and the payload. Both ends
+know a key, which never travels:
 
   H  caller  `v`, `nonce`, and what the caller tells about itself
   W  port    `nonce`, `proof` = HMAC-SHA256(key, "W" + the caller's nonce + the port's)
@@ -57,7 +58,9 @@ BACKLOG: Final = 1024
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 """The host at the other end has lost its power: notice it after 30 s."""
 _HEADER: Final = struct.Struct(">Ic")
-_NONCE_BYTES: Final = 16
+NONCE_LENGTH, PROOF_LENGTH = 32, 64
+_BOTH: Final = selectors.EVENT_READ | selectors.EVENT_WRITE
+_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 # -- frames and proofs -------------------------------------------------------------------------------------------------
@@ -107,34 +110,27 @@ class FrameReader:
         return Frame(kind.decode("latin-1"), payload)
 
 
-def _proof(key: bytes, letter: str, of_caller: str, of_port: str) -> str:
-    return hmac.digest(key, f"{letter}{of_caller}{of_port}".encode(), "sha256").hex()
+def _proof(key: bytes, letter: str, nonces: tuple[str, str]) -> str:
+    return hmac.digest(key, f"{letter}{nonces[0]}{nonces[1]}".encode(), "sha256").hex()
 
 
-def _greeting(frame: Frame, kind: str, *fields: str) -> dict[str, Any]:
-    """The fields of a frame of the greeting, of which these are texts. Raises Malformed."""
-    if frame.kind != kind:
-        raise Malformed(f"it sent a frame of kind {frame.kind!r} in the place of {kind}")
+def _new_nonce() -> str:
+    return secrets.token_hex(NONCE_LENGTH // 2)
+
+
+def _greeting(frame: Frame, kind: str, **lengths: int) -> dict[str, Any]:
+    """The fields of a frame of the greeting, of which these are texts of so many characters: nonces of other lengths
+    might make the same text of two pairs. Raises Malformed."""
     try:
-        found = json.loads(frame.payload)
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"its greeting is no JSON: {error}") from None
-    texts = [found.get(name) for name in fields] if isinstance(found, dict) else [None]
-    if not all(isinstance(text, str) and text.isascii() for text in texts):
-        raise Malformed(f"its greeting lacks {', '.join(fields)}")
-    return dict(found)
-
-
-def _nonce(found: Mapping[str, Any]) -> str:
-    """The nonce of the other end, which has one length only: else two pairs of nonces might be the same text."""
-    nonce = str(found["nonce"])
-    if len(nonce) != 2 * _NONCE_BYTES:
-        raise Malformed("its nonce has another length")
-    return nonce
-
-
-def _proves(found: Mapping[str, Any], expected: str) -> bool:
-    return hmac.compare_digest(str(found["proof"]).encode(), expected.encode())
+        found = json.loads(frame.payload) if frame.kind == kind else None
+    except (ValueError, RecursionError):
+        found = None
+    told: dict[str, Any] = found if isinstance(found, dict) else {}
+    for name, length in lengths.items():
+        text = told.get(name)
+        if not (isinstance(text, str) and text.isascii() and len(text) == length):
+            raise Malformed(f"its frame {frame.kind!r} is no greeting {kind} with a {name}")
+    return told
 
 
 # -- sockets -----------------------------------------------------------------------------------------------------------
@@ -193,14 +189,16 @@ class Peer:
 
     Attributes:
         about: what the caller told about itself, unchecked.
+        unsent: what waits until the caller reads.
     """
 
-    def __init__(self, connection: socket.socket, watch: Callable[[Peer], None]) -> None:
+    def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         self.about: Mapping[str, Any] = {}
-        self._socket, self._watch = connection, watch
+        self._socket, self._selector = connection, selector
         self._sending = concurrency.lock("Peer._sending")
         """Held while something is sent, and when the socket is closed: another one may get its number at once."""
-        self._frames, self._unsent = FrameReader(LARGEST_GREETING), bytearray()
+        self._frames, self._is_late = FrameReader(LARGEST_GREETING), False
+        self.unsent = bytearray()
         self._nonces: tuple[str, str] | None = None  # the caller's and the port's, after the caller's first frame
         self._until = concurrency.now() + GREETING_TIMEOUT  # to prove itself
 
@@ -209,32 +207,39 @@ class Peer:
         """Whether its connection was not closed here."""
         return self._socket.fileno() >= 0
 
-    @property
-    def unsent(self) -> int:
-        """How many bytes wait until the caller reads."""
-        return len(self._unsent)
-
     def send(self, kind: str, payload: bytes) -> None:
         """Send a frame, now or when the caller reads. If its connection is lost, the port reports that later. For any
         thread."""
         with self._sending:
-            if not self.is_open:
-                return
-            self._unsent += encode_frame(kind, payload)
-            self._flush()
-            if len(self._unsent) > MOST_UNSENT:
-                with suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # which the port reads as its end
+            if self.is_open:
+                self.unsent += encode_frame(kind, payload)
+                self._flush()
 
     def _flush(self) -> None:
-        """With the lock held."""
+        """With the lock held. The selector waits until the caller reads, while there is something to send."""
         with suppress(OSError):  # BlockingIOError; or it is lost, which is read
-            del self._unsent[: self._socket.send(self._unsent)]
-        self._watch(self)
+            del self.unsent[: self._socket.send(self.unsent)]
+            if len(self.unsent) > MOST_UNSENT:
+                self._socket.shutdown(socket.SHUT_RDWR)  # which the port reads as its end
+        if self._is_late != bool(self.unsent):
+            self._is_late = not self._is_late
+            self._selector.modify(self._socket, _BOTH if self._is_late else selectors.EVENT_READ, self)
+
+    def _close(self) -> None:
+        """Idempotent."""
+        with self._sending:
+            if self.is_open:
+                self._selector.unregister(self._socket)
+                stop_listening(self._socket)
 
 
 class Handler(Protocol):
     """What a port does with the frames. All methods are called on the port's thread, and must not block."""
+
+    name: str
+    """The thread's."""
+    hint: str
+    """What to do about a stranger that does not greet, for the log."""
 
     def handle(self, batch: Sequence[tuple[Peer, Frame | None]]) -> None:
         """All that was received until nothing more was there: frames of proved connections, and None where one of
@@ -247,6 +252,9 @@ class Handler(Protocol):
         """Do what is due by now; called after each batch and all that was submitted. Returns when to call it again, on
         the monotonic clock."""
 
+    def failed(self, error: BaseException) -> None:
+        """The thread has failed, and has closed all connections."""
+
 
 class Port:
     """Serves connections at a listening socket, which it owns, on a thread of its own until `close()`.
@@ -255,27 +263,17 @@ class Port:
         listener: see `listen`.
         key: what callers must know; 16 random bytes.
         handler: gets the frames.
-        name: the thread's name.
-        hint: what to do about a stranger that does not greet, for the log.
-        failed: called on the port's thread when that fails; all connections are closed then.
+
+    Raises OSError and ThreadNotStarted.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        key: bytes,
-        handler: Handler,
-        *,
-        name: str,
-        hint: str,
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._listener, self._key, self._handler, self._hint, self._failed = listener, key, handler, hint, failed
+    def __init__(self, listener: socket.socket, key: bytes, handler: Handler) -> None:
+        self._listener, self._key, self._handler = listener, key, handler
         # Only the thread:
         self._selector = selectors.DefaultSelector()
         self._unproved: dict[Peer, None] = {}  # the oldest first
         self._proved: set[Peer] = set()
-        self._accepts_at = 0.0  # when the listener is watched again; 0 while it is
+        self._accepts_at = math.inf  # when the listener is watched again; infinite while it is
         self._logged: dict[str, float] = {}  # when each kind of trouble was logged last
         # Any thread, one step of a deque at a time; two that wake the port at the same time do so once too often:
         self._due: deque[Callable[[], None]] = deque()
@@ -290,7 +288,7 @@ class Port:
                 undo.callback(stop_listening, end)
             self._selector.register(self._wakes, selectors.EVENT_READ)
             self._selector.register(listener, selectors.EVENT_READ)
-            self._thread = concurrency.thread(self._run, name)
+            self._thread = concurrency.thread(self._run, handler.name)
             self._thread.start()
             undo.pop_all()
 
@@ -313,7 +311,7 @@ class Port:
     def close_peer(self, peer: Peer, why: str) -> None:
         """Close a connection, of which the handler is told no more. For the port's thread."""
         self._end(peer)
-        self._log(logging.INFO, "a proved connection was closed", why)
+        self._log("a proved connection was closed", why)
 
     def close(self) -> None:
         """Close all connections and the listener: before this returns, unless the port's thread calls it. Idempotent;
@@ -328,8 +326,7 @@ class Port:
     def _run(self) -> None:
         try:
             while not self._is_closed:
-                batch = self._read_all(self._handler.tick())
-                if batch:
+                if batch := self._read_all(self._handler.tick()):
                     self._handler.handle(batch)
                 self._is_busy = False
                 self._run_due()
@@ -342,7 +339,7 @@ class Port:
             for one in (self._listener, self._wakes, self._waker):
                 stop_listening(one)
             if failure is not None:
-                self._failed(failure)
+                self._handler.failed(failure)
 
     def _run_due(self) -> None:
         self._is_woken = False  # first: what is submitted from now on is seen below, or wakes the thread once more
@@ -352,39 +349,34 @@ class Port:
     def _read_all(self, due: float) -> list[tuple[Peer, Frame | None]]:
         """Wait until something comes, or until `due`; then read until nothing more is there."""
         batch: list[tuple[Peer, Frame | None]] = []
-        ready = self._selector.select(self._timeout(due))
+        first = next(iter(self._unproved)) if self._unproved else None
+        at = -math.inf if self._due else min(due, self._accepts_at, first._until if first else math.inf)
+        left = min(max(at - concurrency.now(), 0), concurrency.LONGEST_WAIT)
+        ready = self._selector.select(None if at == math.inf else left)
         self._is_busy = True
         self._end_late()
         for _ in range(MOST_PASSES):
-            is_read = False
             for selected, events in ready:
                 if isinstance(selected.data, Peer):
-                    is_read |= selected.data in self._proved
                     self._serve(selected.data, events, batch)
-                    is_read |= selected.data in self._proved  # it has just proved itself
                 elif selected.fileobj is self._wakes:
                     self._wakes.recv(READ_AT_ONCE)
                 else:
                     self._accept()
-            if not is_read:
-                break
             # Strangers have one turn only: else they would keep the port from handling what it has read.
             ready = [one for one in self._selector.select(0) if one[0].data in self._proved]
+            if not ready:
+                break
         return batch
 
-    def _timeout(self, due: float) -> float | None:
-        if self._due:  # submitted by `tick`
-            return 0.0
-        first = next(iter(self._unproved), None)
-        at = min(due, first._until if first is not None else math.inf, self._accepts_at or math.inf)
-        return None if at == math.inf else min(max(at - concurrency.now(), 0), concurrency.LONGEST_WAIT)
-
     def _end_late(self) -> None:
+        if not self._unproved and self._accepts_at == math.inf:
+            return
         now = concurrency.now()
         while self._unproved and (first := next(iter(self._unproved)))._until <= now:
             self._end(first)
-        if self._accepts_at and self._accepts_at <= now:
-            self._accepts_at = 0.0
+        if self._accepts_at <= now:
+            self._accepts_at = math.inf
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _accept(self) -> None:
@@ -397,21 +389,15 @@ class Port:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._selector.unregister(self._listener)  # which stays ready: the thread must not spin
                     self._accepts_at = concurrency.now() + ACCEPT_PAUSE
-                    self._log(logging.ERROR, "no connection is accepted for now", str(error))
+                    self._log("no connection is accepted for now", str(error), logging.ERROR)
                     return
                 continue  # that caller has gone again
             _prepare(connection)
-            peer = Peer(connection, self._watch)
+            peer = Peer(connection, self._selector)
             self._unproved[peer] = None
             self._selector.register(connection, selectors.EVENT_READ, peer)
             if len(self._unproved) > MOST_UNPROVED:
                 self._end(next(iter(self._unproved)))
-
-    def _watch(self, peer: Peer) -> None:
-        """Have the selector wait until a peer reads, while there is something to send."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        if self._selector.get_key(peer._socket).events != events:
-            self._selector.modify(peer._socket, events, peer)
 
     def _serve(self, peer: Peer, events: int, batch: list[tuple[Peer, Frame | None]]) -> None:
         if not peer.is_open:
@@ -435,8 +421,11 @@ class Port:
                 else:
                     self._greet(peer, frame)
         except Malformed as error:
-            self._log_malformed(peer, error)
             data = b""
+            if peer in self._proved:
+                self._log("a proved connection was closed", str(error))
+            else:
+                self._log("the connection of a stranger was closed", f"{error}; {self._handler.hint}")
         if not data:
             if peer in self._proved:
                 batch.append((peer, None))
@@ -445,28 +434,23 @@ class Port:
     def _greet(self, peer: Peer, frame: Frame) -> None:
         """Raises Malformed."""
         if peer._nonces is None:
-            found = _greeting(frame, "H", "nonce")
+            found = _greeting(frame, "H", nonce=NONCE_LENGTH)
             if found.get("v") != VERSION:
                 raise Malformed(
                     f"it uses version {found.get('v')!r:.20}, not {VERSION}: use one release in all of a job"
                 )
-            peer.about, peer._nonces = found, (_nonce(found), secrets.token_hex(_NONCE_BYTES))
-            answer = {"nonce": peer._nonces[1], "proof": _proof(self._key, "W", *peer._nonces)}
+            peer.about, peer._nonces = found, (found["nonce"], _new_nonce())
+            answer = {"nonce": peer._nonces[1], "proof": _proof(self._key, "W", peer._nonces)}
             peer.send("W", json.dumps(answer).encode())
             return
-        if not _proves(_greeting(frame, "P", "proof"), _proof(self._key, "P", *peer._nonces)):
+        found = _greeting(frame, "P", proof=PROOF_LENGTH)
+        if not hmac.compare_digest(found["proof"], _proof(self._key, "P", peer._nonces)):
             raise Malformed("it does not know the key")
         del self._unproved[peer]
         self._proved.add(peer)
         peer._frames.limit = LARGEST_FRAME
 
-    def _log_malformed(self, peer: Peer, error: Malformed) -> None:
-        if peer in self._proved:
-            self._log(logging.INFO, "a proved connection was closed", str(error))
-        else:
-            self._log(logging.INFO, "the connection of a stranger was closed", f"{error}; {self._hint}")
-
-    def _log(self, level: int, what: str, why: str) -> None:
+    def _log(self, what: str, why: str, level: int = logging.INFO) -> None:
         """Log trouble, at most once a minute of each kind: strangers must not fill the log of a training process."""
         now = concurrency.now()
         if now - self._logged.get(what, -math.inf) >= REPEAT_INTERVAL:
@@ -477,10 +461,7 @@ class Port:
         """Idempotent."""
         self._unproved.pop(peer, None)
         self._proved.discard(peer)
-        with peer._sending:
-            if peer.is_open:
-                self._selector.unregister(peer._socket)
-                stop_listening(peer._socket)
+        peer._close()
 
 
 # -- the caller --------------------------------------------------------------------------------------------------------
@@ -503,30 +484,30 @@ class Line:
     there is no way to it.
     """
 
-    def __init__(
-        self, host: str, port: int, key: bytes, deadline: float, about: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, host: str, port: int, key: bytes, deadline: float, about: Mapping[str, Any] = _NOTHING) -> None:
         self._socket = socket.create_connection((host, port), _left(deadline))
-        self._frames = FrameReader()
+        self._frames, self._reads, self._writes = FrameReader(), select.poll(), select.poll()
         with ExitStack() as undo:
             undo.callback(self.close)
             _prepare(self._socket)
-            mine = secrets.token_hex(_NONCE_BYTES)
-            self.send("H", json.dumps({**(about or {}), "v": VERSION, "nonce": mine}).encode(), deadline)
+            self._reads.register(self._socket, select.POLLIN)
+            self._writes.register(self._socket, select.POLLOUT)
+            mine = _new_nonce()
+            self.send("H", json.dumps({**about, "v": VERSION, "nonce": mine}).encode(), deadline)
             try:
-                found = _greeting(self.receive(deadline), "W", "nonce", "proof")
-                nonces = mine, _nonce(found)
+                found = _greeting(self.receive(deadline), "W", nonce=NONCE_LENGTH, proof=PROOF_LENGTH)
             except (ConnectionError, ValueError) as error:
                 raise ConnectionError(f"what listens there is no port of ftcoord's: {error}") from None
-            if not _proves(found, _proof(key, "W", *nonces)):
+            nonces = mine, found["nonce"]
+            if not hmac.compare_digest(found["proof"], _proof(key, "W", nonces)):
                 raise WrongKey("what listens there has another key")
-            self.send("P", json.dumps({"proof": _proof(key, "P", *nonces)}).encode(), deadline)
+            self.send("P", json.dumps({"proof": _proof(key, "P", nonces)}).encode(), deadline)
             undo.pop_all()
 
     @property
     def is_quiet(self) -> bool:
         """Whether it is open, and nothing was received that nobody asked for."""
-        return not self._is_ready(select.POLLIN, 0)
+        return not self._reads.poll(0)
 
     def send(self, kind: str, payload: bytes, deadline: float) -> None:
         """Send a frame. Raises TimeoutError at the deadline, and ConnectionError; the line is of no use then."""
@@ -535,7 +516,7 @@ class Line:
             try:
                 data = data[self._socket.send(data) :]
             except BlockingIOError:
-                self._await(select.POLLOUT, deadline)
+                self._await(self._writes, deadline)
             except OSError as error:  # TCP's own time-out is no TimeoutError here
                 raise ConnectionError(str(error)) from None
 
@@ -543,7 +524,7 @@ class Line:
         """The next frame. Raises TimeoutError at the deadline, after which it may be called again; ConnectionError and
         Malformed, after which the line is of no use."""
         while (frame := self._frames.take()) is None:
-            self._await(select.POLLIN, deadline)
+            self._await(self._reads, deadline)
             try:
                 data = self._socket.recv(READ_AT_ONCE)
             except OSError as error:
@@ -559,14 +540,13 @@ class Line:
             self._socket.shutdown(socket.SHUT_RDWR)
         stop_listening(self._socket)
 
-    def _await(self, event: int, deadline: float) -> None:
-        while not self._is_ready(event, _left(deadline)):
-            pass  # it waits for so long at a time as the system allows
-
-    def _is_ready(self, event: int, seconds: float) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, event)
-        return bool(poll.poll(1000 * min(seconds, concurrency.LONGEST_WAIT)))
+    def _await(self, poll: select.poll, deadline: float) -> None:
+        while True:
+            left = _left(deadline)
+            if self._socket.fileno() < 0:  # its number may be another one's by now
+                raise ConnectionError("it was closed here")
+            if poll.poll(1000 * min(left, concurrency.LONGEST_WAIT)):  # which waits for so long as the system allows
+                return
 
 
 def _left(deadline: float) -> float:

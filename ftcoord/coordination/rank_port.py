@@ -11,26 +11,15 @@ import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final
 
 from ftcoord import concurrency
-from ftcoord.coordination.checks import KNOWN, TEN_YEARS, TRANSPORT_ERROR, Failure
+from ftcoord.coordination import checks, ranks
+from ftcoord.coordination.checks import Failure
 from ftcoord.coordination.port import LARGEST_FRAME, Frame, Line, Peer, Port, WrongKey
-from ftcoord.coordination.ranks import (
-    GroupAsk,
-    KillOrder,
-    MetadataQuery,
-    NoSuchRank,
-    RankCall,
-    RankGroup,
-    RankRequest,
-    TimedVote,
-    WaitingCall,
-)
-from ftcoord.coordination.types import QuorumResult, result_fields
+from ftcoord.core.recovery import QuorumResult, result_fields
 from ftcoord.core.strict import build, dump, load
 from ftcoord.errors import StateError, ThreadNotStarted
 from ftcoord.pool import DaemonPool
@@ -38,27 +27,24 @@ from ftcoord.pool import DaemonPool
 ASK_THREADS: Final = 64
 """The most requests of a group in progress: usually one, and a few more whose ranks have given up."""
 _WHERE: Final = "a rank's call"
-_HINT: Final = (
-    "torchft's own classes reach a manager only if the job's address has native=1, and everyone who reaches that port"
-    " is served then"
-)
 
 
 # -- calls and answers -------------------------------------------------------------------------------------------------
 
 
-_CALLS: Final[Mapping[str, type[RankCall]]] = {"q": RankRequest, "v": TimedVote, "m": MetadataQuery, "k": KillOrder}
+_KNOWN = ranks.RankRequest, ranks.TimedVote, ranks.MetadataQuery, ranks.KillOrder
+_CALLS: Final[Mapping[str, type[ranks.RankCall]]] = dict(zip("qvmk", _KNOWN, strict=True))
 _KINDS: Final = {kind: name for name, kind in _CALLS.items()}
 _ANSWER: Final = "r"
 _FAILURE: Final = "f"
 
 
-def encode_call(call: RankCall) -> Frame:
+def encode_call(call: ranks.RankCall) -> Frame:
     """The frame of a call."""
     return Frame(_KINDS[type(call)], dump(call))
 
 
-def parse_call(frame: Frame) -> RankCall:
+def parse_call(frame: Frame) -> ranks.RankCall:
     """The call of a frame. Raises ValueError for one that no rank of this version sends."""
     kind = _CALLS.get(frame.kind)
     if kind is None:
@@ -67,8 +53,9 @@ def parse_call(frame: Frame) -> RankCall:
         call = build(kind, _WHERE, load(_WHERE, frame.payload))
     except StateError as error:
         raise ValueError(str(error)) from None
-    if isinstance(call, RankRequest | TimedVote) and not 0 <= call.timeout <= TEN_YEARS:  # nor may it be no number
-        raise ValueError(f"a call cannot wait for {call.timeout} seconds")
+    timeout = getattr(call, "timeout", 0.0)
+    if not 0 <= timeout <= checks.TEN_YEARS:  # nor may it be no number
+        raise ValueError(f"a call cannot wait for {timeout} seconds")
     return call
 
 
@@ -99,15 +86,6 @@ def parse_answer(frame: Frame) -> Any:
 # -- at the manager ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Call:
-    """A call that waits, until when on the monotonic clock, and what its outcome means for the caller."""
-
-    waiting: WaitingCall[Any]
-    until: float
-    to_answer: Callable[[Any], object]
-
-
 class RankPort:
     """Serves the calls that arrive at a listening socket, which it owns, until `close()`. What is no call closes its
     connection.
@@ -119,13 +97,17 @@ class RankPort:
         failed: called when one of its threads fails.
     """
 
+    name = "ftcoord-ranks"
+    hint = "torchft's own classes reach a manager only if the job's address has native=1, and it then serves everyone"
+
     def __init__(
-        self, listener: socket.socket, group: RankGroup, key: bytes, failed: Callable[[BaseException], None]
+        self, listener: socket.socket, group: ranks.RankGroup, key: bytes, failed: Callable[[BaseException], None]
     ) -> None:
-        self._group, self._failed = group, failed
-        self._calls: dict[Peer, _Call] = {}  # only the port's thread
+        self._group, self.failed = group, failed
+        # Only the port's thread: the call that waits, what its outcome means for the caller, and until when it waits.
+        self._calls: dict[Peer, tuple[ranks.WaitingCall[Any], Callable[[Any], object], float]] = {}
         self._asks = DaemonPool(ASK_THREADS, "ftcoord-ask")
-        self._port = Port(listener, key, self, name="ftcoord-ranks", hint=_HINT, failed=failed)
+        self._port = Port(listener, key, self)
 
     def close(self) -> None:
         """Close all connections, and stop listening. Idempotent."""
@@ -146,66 +128,54 @@ class RankPort:
     def tick(self) -> float:
         """Answer the calls whose time is over."""
         now = concurrency.now()
-        for peer, call in [*self._calls.items()]:
-            if call.until <= now:
-                call.until = math.inf  # else the outcome is about to come
-                if call.waiting.leave():
+        for peer, (waiting, to_answer, until) in [*self._calls.items()]:
+            if until <= now:
+                self._calls[peer] = waiting, to_answer, math.inf  # else the outcome is about to come
+                if waiting.leave():
                     self._answer(peer, Failure("Cancelled", "the other ranks did not come in time"))
-        return min((call.until for call in self._calls.values()), default=math.inf)
+        return min((until for _, _, until in self._calls.values()), default=math.inf)
 
     def _withdraw(self, peer: Peer) -> None:
         call = self._calls.pop(peer, None)
         if call is not None:
-            call.waiting.leave()
+            call[0].leave()
 
     def _begin(self, peer: Peer, frame: Frame) -> None:
-        # A rank that has its answer has read all of it. One that reads none must not have answers pile up here.
-        if peer in self._calls or peer.unsent:
-            self._refuse(peer, "it made a call before it had the answer to the last one")
-            return
         try:
+            # A rank that has its answer has read all of it. One that reads none must not have answers pile up here.
+            if peer in self._calls or peer.unsent:
+                raise ValueError("it made a call before it had the answer to the last one")
             self._make(peer, parse_call(frame))
-        except NoSuchRank as error:
+        except ranks.NoSuchRank as error:
             self._answer(peer, Failure("InvalidArgument", str(error)))
         except ValueError as error:
-            self._refuse(peer, str(error))
+            self._withdraw(peer)
+            self._port.close_peer(peer, str(error))
 
-    def _refuse(self, peer: Peer, why: str) -> None:
-        self._withdraw(peer)
-        self._port.close_peer(peer, why)
-
-    def _make(self, peer: Peer, call: RankCall) -> None:
-        if isinstance(call, KillOrder):
-            self._answer(peer, self._group.kill(call.message))
-            return
+    def _make(self, peer: Peer, call: ranks.RankCall) -> None:
         waiting, to_answer, ask_for_all = self._group.begin(call)
         # Who asks for metadata closes the connection when its time is over.
-        until = math.inf if isinstance(call, MetadataQuery) else concurrency.now() + call.timeout
-        self._calls[peer] = _Call(waiting, until, to_answer)
+        self._calls[peer] = waiting, to_answer, concurrency.now() + getattr(call, "timeout", math.inf)
         # On whichever thread completes it, which may hold that of another rank up: so it only wakes the port.
         waiting.outcome.add_done_callback(lambda _: self._port.submit(partial(self._complete, peer, waiting)))
         if ask_for_all is not None:
-            self._ask(ask_for_all)
-
-    def _ask(self, ask_for_all: GroupAsk) -> None:
-        """Ask for the group's quorum on a thread of its own, which waits for the next one: to start one takes long."""
-        try:
-            self._asks.submit(ask_for_all.run).add_done_callback(self._note_end)
-        except ThreadNotStarted as error:
-            ask_for_all.fail(error)
+            try:  # on a thread of its own, which waits for the next request: to start one takes long
+                self._asks.submit(ask_for_all.run).add_done_callback(self._note_end)
+            except ThreadNotStarted as error:
+                ask_for_all.fail(error)
 
     def _note_end(self, asked: Future[None]) -> None:
         error = asked.exception()
         if error is not None:
-            self._failed(error)
+            self.failed(error)
 
-    def _complete(self, peer: Peer, waiting: WaitingCall[Any]) -> None:
+    def _complete(self, peer: Peer, waiting: ranks.WaitingCall[Any]) -> None:
         call = self._calls.get(peer)
-        if call is None or call.waiting is not waiting:
+        if call is None or call[0] is not waiting:
             return  # it has expired, or the caller has gone
         try:
-            answer = call.to_answer(waiting.outcome.result())
-        except (*KNOWN, RuntimeError) as error:
+            answer = call[1](waiting.outcome.result())
+        except (*checks.KNOWN, RuntimeError) as error:
             answer = Failure.of(error)
         self._answer(peer, answer)
 
@@ -232,7 +202,7 @@ class ManagerLines:
         self._host, self._port, self._key = host, port, key
         self._idle = [self._connect(deadline)]
 
-    def call(self, call: RankCall, deadline: float) -> Any:
+    def call(self, call: ranks.RankCall, deadline: float) -> Any:
         """The answer to a call, which may be a Failure: TRANSPORT_ERROR if the manager goes away meanwhile.
 
         Raises OSError when there is no line to the manager, and TimeoutError after the monotonic `deadline`.
@@ -247,7 +217,7 @@ class ManagerLines:
                 line.send(*frame, deadline)
                 answer = parse_answer(line.receive(deadline))
             except (ConnectionError, ValueError):
-                return TRANSPORT_ERROR
+                return checks.TRANSPORT_ERROR
             undo.pop_all()
         self._idle.append(line)
         return answer
@@ -258,14 +228,13 @@ class ManagerLines:
             self._idle.pop().close()
 
     def _take(self, deadline: float) -> Line:
-        while True:
-            try:
+        with suppress(IndexError):
+            while True:
                 line = self._idle.pop()
-            except IndexError:
-                return self._connect(deadline)
-            if line.is_quiet:
-                return line
-            line.close()
+                if line.is_quiet:
+                    return line
+                line.close()
+        return self._connect(deadline)
 
     def _connect(self, deadline: float) -> Line:
         try:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
+from ftcoord.coordination.connection import REQUEST_TIMEOUT
 from ftcoord.coordination.policy import QuorumUse, asking, idle, nothing_of
 from ftcoord.core.death_records import Death
 from ftcoord.core.quorum import FAILED_COMMITS, failing
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord
-from ftcoord.core.quorum_records import encode as encode_replica
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, ReplicaRecord, encode
+from ftcoord.core.strict import LARGEST
 from ftcoord.core.verdict import Standing
 from ftcoord.errors import EtcdError, EtcdUnavailable, LeaseLost, OutcomeUnknown, RequestRefused, ServerError
 from ftcoord.escaping import named
@@ -24,9 +25,8 @@ from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import ending, log_change
 from ftcoord.metrics import process as metrics
 from ftcoord.primitives.deaths import causes_known, causes_of
-from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
-from ftcoord.primitives.group.pace import Look
-from ftcoord.primitives.group.participant import Participant
+from ftcoord.primitives.group.participant import TAKE_BACK_TIMEOUT, Left, Participant, ParticipantOptions
+from ftcoord.primitives.group.use import Look
 
 log = logging.getLogger(__name__)
 
@@ -59,32 +59,25 @@ class Replica:
         replica_id: its name. Several members with one name are one replica: the last request counts for all of them.
         keeps_lease: whether its lease is kept alive between calls. If not, each call counts as one beat.
         dies_with_process: whether it is gone when this process dies. If not, its lease expires.
-        timeout: seconds for each request to etcd.
     """
 
     def __init__(
-        self,
-        etcd: Etcd,
-        job: Job,
-        replica_id: str,
-        *,
-        keeps_lease: bool,
-        dies_with_process: bool = True,
-        timeout: float = 5.0,
+        self, etcd: Etcd, job: Job, replica_id: str, *, keeps_lease: bool, dies_with_process: bool = True
     ) -> None:
-        self.replica_id = replica_id
-        self._etcd, self._job, self._timeout = etcd, job, timeout
-        self._warned = False  # the same: whether commits failed when it asked last
-        self._last: QuorumRecord | None = None  # any thread that asks: it only matters to a log line
+        self.replica_id, self.job, self._etcd = replica_id, job, etcd  # never change
+        # Any thread that asks: they only matter to log lines.
+        self._warned = False
+        """Whether commits failed when it asked last."""
+        self._last: QuorumRecord | None = None
         causes = partial(causes_known, etcd, job.prefix, timeout=CAUSE_TIMEOUT)
         self._use = QuorumUse(job, replica_id, causes, self.nudge)
         self._participant: Participant[QuorumRecord, ReplicaRecord] = Participant(
             etcd,
             self._use,
             ParticipantOptions(
-                max(math.ceil(job.heartbeat_timeout), 1),
+                math.ceil(job.heartbeat_timeout),
                 RECORD_TTL,
-                timeout,
+                REQUEST_TIMEOUT,
                 keeps_lease=keeps_lease,
                 dies_with_process=dies_with_process,
             ),
@@ -94,11 +87,6 @@ class Replica:
     def quorum(self) -> QuorumRecord | None:
         """The job's last quorum that is known here, with or without this replica."""
         return self._participant.record
-
-    @property
-    def lease(self) -> int:
-        """Its current lease; 0 before its first beat. Its other keys are attached to it too."""
-        return self._participant.lease
 
     @property
     def joined(self) -> bool:
@@ -117,17 +105,10 @@ class Replica:
         ServerError once it has left; EtcdError if etcd refuses; StateError when the decided record cannot be read;
         ThreadFailed.
         """
-        check_size(request)
+        check_request(request)
         if gone is not None and gone.is_set():
             raise TimeoutError("the caller went away")
-        pace = _QuorumPace(
-            deadline,
-            gone or concurrency.event(),
-            again=partial(self._ask_again, request),
-            every=self._job.heartbeat_timeout,
-            log_waiting=self._log_waiting,
-            why=self._why,
-        )
+        pace = _QuorumPace(self, request, deadline, gone or concurrency.event())
         answered, began = False, concurrency.now()
         try:
             with _in_time(self.replica_id):
@@ -137,13 +118,13 @@ class Replica:
             self._use.takes(quorum, look.ask.asked)
             answered = self._is_answered(quorum)
             seconds = concurrency.now() - began
-            metrics.note_quorum(self._job.name, quorum.id, len(quorum.seats), request.step, seconds)
+            metrics.note_quorum(self.job.name, quorum.id, len(quorum.seats), request.step, seconds)
             self._log_quorum(quorum)
             self._log_failures(quorum, request)
             return quorum
         finally:
             if not answered:
-                metrics.QUORUM_FAILURES.add(self._job.name)
+                metrics.QUORUM_FAILURES.add(self.job.name)
                 self._participant.withdraw(idle(request))
 
     def beat(self, deadline: float) -> None:
@@ -193,11 +174,11 @@ class Replica:
         assert last is not None
         names = {seat.member: seat.request.replica_id for seat in last.seats}
         try:
-            causes = causes_of(self._etcd, self._job.prefix, gone, timeout=CAUSE_TIMEOUT)
+            causes = causes_of(self._etcd, self.job.prefix, gone, timeout=CAUSE_TIMEOUT)
         except EtcdError as error:
             log.debug("why members are gone cannot be told: %s", error)
             return
-        run = self._job.name
+        run = self.job.name
         for member, cause in causes.items():
             text = f"job {run!r}: quorum {quorum.id} goes on without replica {names[member]}: {cause}"
             log_change(log, text, logging.WARNING, run=run, quorum=quorum.id, replica=names[member], reason=cause)
@@ -205,25 +186,25 @@ class Replica:
     def _log_members(self, quorum: QuorumRecord) -> None:
         if not log.isEnabledFor(logging.INFO):
             return
-        run, me, member = self._job.name, self.replica_id, self._participant.member
+        run, me, member = self.job.name, self.replica_id, self._participant.member
         names = [seat.request.replica_id for seat in quorum.seats]
         rank = names.index(me) if me in names else None
         place = f"is rank {rank} of {len(names)}" if rank is not None else f"is not among the {len(names)}"
         text = f"job {run!r}, quorum {quorum.id}: replica {me} {place}: {named(names)}"
-        id_, revision = (member.id, member.record_revision or None) if member else (None, None)
+        id_, revision = (member.id, member.record_kv and member.record_kv.mod_revision) if member else (None, None)
         log_change(log, text, run=run, quorum=quorum.id, rank=rank, replica=me, member=id_, revision=revision)
 
     def _log_failures(self, quorum: QuorumRecord, request: QuorumRequest) -> None:
         """Warn once of commits that fail again and again."""
         warned, self._warned = self._warned, request.commit_failures >= FAILED_COMMITS
         if self._warned and not warned:
-            run, trouble = self._job.name, failing(quorum, self._job.min_replicas)
+            run, trouble = self.job.name, failing(quorum, self.job.min_replicas)
             text = f"job {run!r}: {trouble}"
             log_change(log, text, logging.WARNING, run=run, quorum=quorum.id, replica=self.replica_id, reason=trouble)
 
     def _log_waiting(self, deadline: float) -> None:
         """Log for what a call waits."""
-        run, me, why = self._job.name, self.replica_id, self._why()
+        run, me, why = self.job.name, self.replica_id, self._why()
         text = f"job {run!r}: replica {me} waits for a quorum{why and ': '}{why}; {ending(deadline)}"
         log_change(log, text, run=run, replica=me, reason=why)
 
@@ -244,30 +225,12 @@ class Replica:
 
 
 class _QuorumPace:
-    """One call's wait for a quorum. For the calling thread; `see` and `wake_at` run under the participant's lock.
+    """One call's wait for a quorum. For the calling thread; `see` and `wake_at` run under the participant's lock."""
 
-    Args:
-        again: asks again, in so many seconds: a later member of the same name that does not ask hides this call's
-            request until that comes again.
-        every: seconds between two of these.
-        log_waiting: logs for what the call waits, given the deadline.
-        why: returns why there is no quorum, if that is known.
-    """
-
-    def __init__(
-        self,
-        deadline: float,
-        gone: concurrency.Event,
-        *,
-        again: Callable[[float], None],
-        every: float,
-        log_waiting: Callable[[float], None],
-        why: Callable[[], str],
-    ) -> None:
-        self.deadline, self.gone = deadline, gone
-        self._again, self._every, self._log_waiting, self._why = again, every, log_waiting, why
-        now = concurrency.now()
-        self._again_at, self._line_at = now + every, now + FIRST_LINE
+    def __init__(self, replica: Replica, request: QuorumRequest, deadline: float, gone: concurrency.Event) -> None:
+        self.deadline, self.gone, self._replica, self._request = deadline, gone, replica, request
+        self._every, now = replica.job.heartbeat_timeout, concurrency.now()
+        self._again_at, self._line_at = now + self._every, now + FIRST_LINE
 
     def see(self, look: Look[QuorumRecord, ReplicaRecord]) -> Standing:
         return look.standing
@@ -279,23 +242,30 @@ class _QuorumPace:
         """Raises TimeoutError."""
         now = concurrency.now()
         if now >= self.deadline or self.gone.is_set():
-            why = "" if self.gone.is_set() else self._why()
+            why = "" if self.gone.is_set() else self._replica._why()
             raise TimeoutError(f"no quorum was decided in time{why and ': '}{why}")
         if now >= self._again_at:
+            # A later member of the same name that does not ask hides this request until it comes again.
             self._again_at = now + self._every
-            self._again(min(self._every, self.deadline - now))
+            self._replica._ask_again(self._request, min(self._every, self.deadline - now))
         if now >= self._line_at:
             self._line_at = now + LINE_INTERVAL
             if look.standing is Standing.PENDING:
-                self._log_waiting(self.deadline)
+                self._replica._log_waiting(self.deadline)
 
 
-def check_size(request: QuorumRequest) -> None:
-    """Raises RequestRefused for a request that is too large."""
+def check_request(request: QuorumRequest) -> None:
+    """Raises RequestRefused for a request that is too large, or that nobody could read: the decider would close the
+    connection of all replicas of this process."""
+    if not -LARGEST <= min(request.step, request.commit_failures) <= max(request.step, request.world_size) <= LARGEST:
+        raise RequestRefused(
+            f"replica {request.replica_id[:100]!r} asks with a number that is not from {-LARGEST} to {LARGEST}: see its"
+            " step, world_size and commit_failures"
+        )
     texts = request.replica_id, request.address, request.store_address, request.data, *request.handles
     if sum(map(len, texts)) * _MOST_BYTES <= LARGEST_REQUEST:  # as nearly always
         return
-    if (size := len(encode_replica(ReplicaRecord(request, 0, 0, 0)))) > LARGEST_REQUEST:
+    if (size := len(encode(ReplicaRecord(request, 0, 0, 0)))) > LARGEST_REQUEST:
         raise RequestRefused(
             f"replica {request.replica_id[:100]!r} asks with {size} bytes of data, addresses and handles, of which all"
             f" members get a copy at each step; the limit is {LARGEST_REQUEST}: share where the data are, not the data"

@@ -7,16 +7,12 @@ https://docs.pytorch.org/torchft/coordination.html
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
-from ftcoord.coordination import checks
 from ftcoord.core.manager_address import parted
-from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
-from ftcoord.core.recovery import recovery
+from ftcoord.core.quorum_records import QuorumRecord
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -61,71 +57,36 @@ class QuorumMember:
 
 
 class Quorum:
-    """The replicas that train together.
+    """The replicas that train together, equal to itself only.
 
     Args:
-        quorum_id: grows whenever the members change, or one of them failed to commit. An id is never used again.
-        participants: the members, sorted by the bytes of their replica ids.
-        created: when the quorum was decided.
+        record: the decided record.
+
+    `quorum_id` grows whenever the members change, or one of them failed to commit; an id is never used again.
+    `participants` are the members, sorted by the bytes of their replica ids. `created` is when it was decided.
     """
 
-    __slots__ = ("_participants", "created", "quorum_id")
+    def __init__(self, record: QuorumRecord) -> None:
+        self.quorum_id, self.created = record.id, timestamp(record)
+        self._record = record
 
-    def __init__(
-        self,
-        quorum_id: int,
-        participants: Sequence[QuorumMember] | Callable[[], Sequence[QuorumMember]],
-        created: Timestamp,
-    ) -> None:
-        self.quorum_id, self.created = quorum_id, created
-        self._participants = participants
-
-    @property
-    def participants(self) -> list[QuorumMember]:
-        """Copies of the members, made at each read. A caller may change them."""
-        if callable(self._participants):
-            self._participants = self._participants()
-        return [copy(member) for member in self._participants]
-
-    @participants.setter
-    def participants(self, participants: Sequence[QuorumMember]) -> None:
-        self._participants = participants
+    @cached_property
+    def participants(self) -> list[QuorumMember]:  # not before somebody reads them: a step of many replicas costs less
+        return [
+            QuorumMember(
+                one.replica_id,
+                without_token(one.address),
+                one.store_address,
+                one.step,
+                one.world_size,
+                one.shrink_only,
+                json.loads(one.data) if one.data else None,
+            )
+            for one in self._record.requests
+        ]
 
     def __repr__(self) -> str:
         return f"Quorum(quorum_id={self.quorum_id}, participants={self.participants}, created={self.created})"
-
-
-@dataclass(slots=True, eq=False)
-class QuorumResult:
-    """What a quorum means for one rank: its place, and which replicas heal from which.
-
-    Args:
-        quorum_id: see `Quorum`.
-        replica_rank, replica_world_size: this replica's rank among all members, and their number.
-        recover_src_manager_address, recover_src_replica_rank: the replica to fetch the weights from, if `heal`.
-        recover_dst_replica_ranks: the replicas that fetch the weights from this one.
-        store_address: the store where the ranks of all replicas meet; the same for all with this group rank.
-        max_step: the highest step of any member.
-        max_replica_rank, max_world_size: this replica's rank among the members at that step (None if it is at an
-            earlier one), and their number.
-        heal: whether this replica must fetch the weights first.
-        replica_ids: the ids of all members, in rank order.
-        reconfigure_handles: the handle that this rank of each member sent, in rank order (torchft's nightly builds).
-    """
-
-    quorum_id: int = 0
-    replica_rank: int = 0
-    replica_world_size: int = 1
-    recover_src_manager_address: str = ""
-    recover_src_replica_rank: int | None = None
-    recover_dst_replica_ranks: list[int] = field(default_factory=list)
-    store_address: str = ""
-    max_step: int = 0
-    max_replica_rank: int | None = None
-    max_world_size: int = 1
-    heal: bool = False
-    replica_ids: list[str] = field(default_factory=list)
-    reconfigure_handles: list[str] = field(default_factory=list)
 
 
 # -- addresses of managers ---------------------------------------------------------------------------------------------
@@ -157,54 +118,7 @@ def with_known_token(address: str) -> tuple[str, str]:
 # -- records as values -------------------------------------------------------------------------------------------------
 
 
-def quorum_reply(quorum: QuorumRecord) -> Quorum:
-    """A quorum as a value of torchft's API."""
-    return Quorum(quorum.id, partial(_members, quorum), timestamp(quorum))
-
-
 def timestamp(quorum: QuorumRecord) -> Timestamp:
     """When a quorum was decided, on the decider's wall clock."""
     seconds, fraction = divmod(quorum.created, 1)
     return Timestamp(int(seconds), int(fraction * 1e9))
-
-
-def _members(quorum: QuorumRecord) -> list[QuorumMember]:
-    return [_member(request) for request in quorum.requests]
-
-
-def _member(request: QuorumRequest) -> QuorumMember:
-    return QuorumMember(
-        request.replica_id,
-        without_token(request.address),
-        request.store_address,
-        request.step,
-        request.world_size,
-        request.shrink_only,
-        json.loads(request.data) if request.data else None,
-    )
-
-
-def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: bool) -> QuorumResult:
-    """What a quorum means for one rank of a replica. Raises NotInQuorum."""
-    plan = recovery(quorum.requests, replica_id, rank, init_sync)
-    fields: dict[str, Any] = {name: getattr(plan, name) for name in QuorumResult.__slots__ if name != "quorum_id"}
-    fields |= {name: [*value] for name, value in fields.items() if isinstance(value, tuple)}
-    return QuorumResult(quorum.id, **fields)
-
-
-def result_fields(result: QuorumResult) -> dict[str, Any]:
-    """The fields of a result, for JSON. `QuorumResult(**fields)` is the result again."""
-    return {name: getattr(result, name) for name in QuorumResult.__slots__}
-
-
-def json_text(data: Mapping[Any, Any] | None) -> str:
-    """The `data` of a request as JSON. Raises TypeError if it is not a dict, RuntimeError if JSON cannot represent
-    it."""
-    if data is None:
-        return ""
-    if not isinstance(data, dict):
-        raise TypeError(f"argument 'data': {type(data).__name__!r} object cannot be converted to 'PyDict'")
-    try:
-        return json.dumps(data)
-    except (TypeError, ValueError) as error:
-        raise checks.failed("Internal", f"{type(error).__name__}: {error}") from None

@@ -119,7 +119,7 @@ class OpenAsk:
         order: of all asks that came to this decider, the how manieth it was.
         seen_at: etcd's revision up to which the decider had seen the members when it came last,
         first_seen_at: and when it came first.
-        is_open: whether an answer is wanted, as far as is known: False once its connection has ended.
+        is_open: whether an answer is wanted, as far as is known: False once withdrawn, or its connection ended.
     """
 
     ask: Ask
@@ -129,7 +129,6 @@ class OpenAsk:
     seen_at: int
     first_seen_at: int
     is_open: bool = True
-    is_withdrawn: bool = False
 
 
 class AskBook:
@@ -153,7 +152,7 @@ class AskBook:
         if held is not None:
             if held.via.process == via.process and via.number < held.via.number:  # A2
                 return False
-            if ask.serial < held.ask.serial or (ask.serial == held.ask.serial and held.is_withdrawn):  # A1
+            if ask.serial < held.ask.serial:  # A1
                 return False
             if ask.serial == held.ask.serial:
                 new.first_at, new.order, new.first_seen_at = held.first_at, held.order, held.first_seen_at
@@ -162,10 +161,11 @@ class AskBook:
         return False
 
     def withdraw(self, one: Withdrawal) -> None:
-        """What came before it, and copies of that which may still come, count no more."""
+        """What came before it counts no more. No copy of that comes later: a connection keeps the order, and what an
+        older one still brings does not count (A2)."""
         held = self._held.get(one.member)
         if held is not None and held.ask.serial <= one.serial:
-            held.is_open, held.is_withdrawn = False, True
+            held.is_open = False
             self.changes += 1
 
     def end(self, via: Via) -> None:
@@ -203,9 +203,9 @@ class AskBook:
         """The asks that count, by member."""
         return {name: held for name, held in self._held.items() if held.is_open and name in alive}
 
-    def waiting(self) -> set[Via]:
-        """The connections on which asks came that are not answered."""
-        return {held.via for held in self._held.values() if held.is_open}
+    def waiting(self) -> list[Via]:
+        """The connections on which asks came that are not answered, each once."""
+        return [*dict.fromkeys(held.via for held in self._held.values() if held.is_open)]
 
     def _is_answered(self, ask: Ask) -> bool:
         return ask.serial <= self._answered.get(ask.member, 0)

@@ -29,20 +29,10 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
+from ftcoord.core import rendezvous_records as records, strict
 from ftcoord.core.death_records import KnownCause
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat
-from ftcoord.core.rendezvous_records import (
-    NO_ROUND,
-    JoinRequest,
-    Round,
-    RoundHead,
-    Seat,
-    WorkerFailure,
-    clipped,
-    cut,
-    failures_from,
-)
-from ftcoord.core.strict import build, dump, load
+from ftcoord.core.rendezvous_records import Round, RoundHead, Seat, WorkerFailure
 from ftcoord.errors import StateError
 from ftcoord.escaping import counted, named
 
@@ -52,7 +42,6 @@ MOST_ENDS: Final = 16
 EventKind: TypeAlias = Literal[
     "round", "started", "recalled", "closed", "quorum", "failed", "expired", "died", "left", "lost", "ordered"
 ]
-_KINDS: Final = frozenset(get_args(EventKind))
 _ENDS: Final = frozenset({"failed", "expired", "died", "left", "lost"})
 
 
@@ -112,16 +101,16 @@ class PastEvent(NamedTuple):
 
 def encode(event: HistoryEvent) -> bytes:
     """The record as JSON, with the layout's version and truncated texts."""
-    who, node, reason, by = map(cut, (event.who, event.node, event.reason, event.by))
-    failures = tuple(map(clipped, event.failures[:1]))
-    return dump(replace(event, who=who, node=node, reason=reason, by=by, failures=failures))
+    who, node, reason, by = map(records.cut, (event.who, event.node, event.reason, event.by))
+    failures = tuple(map(records.clipped, event.failures[:1]))
+    return strict.dump(replace(event, who=who, node=node, reason=reason, by=by, failures=failures))
 
 
 def parse_event(key: str, value: bytes) -> HistoryEvent:
     """Parse an event. Raises StateError."""
-    raw = load(key, value)
-    event = build(HistoryEvent, key, {**raw, "failures": failures_from(key, raw, "failures")})
-    if event.kind not in _KINDS:
+    raw = strict.load(key, value)
+    event = strict.build(HistoryEvent, key, {**raw, "failures": records.failures_from(key, raw, "failures")})
+    if event.kind not in get_args(EventKind):
         raise StateError(key, f"is about a {event.kind!r}, which this ftcoord does not know")
     return event
 
@@ -162,18 +151,20 @@ def signed(events: Sequence[HistoryEvent], by: str, wall_ms: int) -> list[Histor
 def round_events(before: RoundHead | None, new: RoundHead, ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
     """The events of the decision that replaces the record `before` by `new`: first the known ends of parts in that
     round, and then what was decided. None for a decision that changes neither the round nor its state."""
-    old = before or NO_ROUND
+    old = before or records.NO_ROUND
     told = in_causal_order(ends)[:MOST_ENDS]
+
+    def tell(kind: EventKind, reason: str) -> None:
+        told.append(HistoryEvent(kind, new.number, reason=reason))
+
     if isinstance(new, Round) and new.number != old.number and new.seats:
-        told.append(HistoryEvent("round", new.number, reason=_formed(old, new)))
+        tell("round", _formed(old, new))
     elif new.closed and not old.closed:
-        told.append(HistoryEvent("closed", new.number, reason=f"{new.outcome}: {new.closed}"))
+        tell("closed", f"{new.outcome}: {new.closed}")
     elif new.recalled and (new.number != old.number or not old.recalled):
-        told.append(HistoryEvent("recalled", new.number, reason=new.recalled))
+        tell("recalled", new.recalled)
     elif new.ready and not old.ready:
-        told.append(
-            HistoryEvent("started", new.number, reason=f"round {new.number} is ready on {counted(new.size, 'node')}")
-        )
+        tell("started", f"round {new.number} is ready on {counted(new.size, 'node')}")
     return told
 
 
@@ -181,9 +172,8 @@ def _formed(old: RoundHead, new: Round) -> str:
     seats, nodes = (old.seats, old.nodes) if isinstance(old, Round) else ((), {})
     came = [seat.host for seat in new.seats if seat.node not in nodes]
     gone = [seat.host for seat in seats if seat.node not in new.nodes]
-    return _told(counted(new.size, "node"), came, gone) + (
-        f"; the round before ended: {new.before}" if new.before else ""
-    )
+    before = f"; the round before ended: {new.before}" if new.before else ""
+    return _told(counted(new.size, "node"), came, gone) + before
 
 
 def _told(size: str, came: Sequence[str], gone: Sequence[str]) -> str:
@@ -191,10 +181,7 @@ def _told(size: str, came: Sequence[str], gone: Sequence[str]) -> str:
 
 
 def quorum_events(
-    previous: QuorumRecord | None,
-    new: QuorumRecord,
-    causes: Mapping[str, KnownCause],
-    words: Mapping[str, str],
+    previous: QuorumRecord | None, new: QuorumRecord, causes: Mapping[str, KnownCause], words: Mapping[str, str]
 ) -> list[HistoryEvent]:
     """The events of the decision that replaces the quorum `previous` by `new`; none between the same members, as in
     most steps. A replica that is there under another member is no event, unless its first member is known to have died.
@@ -229,11 +216,12 @@ def replica_end(
     number: int, member: str, name: str, *, causes: Mapping[str, KnownCause], words: Mapping[str, str]
 ) -> HistoryEvent:
     """How a replica's part in this quorum ended; see `quorum_events`."""
-    kind, reason, noted = "lost", f"{name} is gone (its lease ended, or it left)", 0
+    kind: EventKind = "lost"
+    reason, noted = f"{name} is gone (its lease ended, or it left)", 0
     if member in causes:
         known = causes[member]
-        noted, left = known.revision, told_leaving(name, known.cause)
-        kind, reason = ("left", left) if known.left else ("died", f"{name}: {known.cause}")
+        noted, kind = known.revision, "left" if known.left else "died"
+        reason = told_leaving(name, known.cause) if known.left else f"{name}: {known.cause}"
     elif member in words:
         kind, reason = "left", told_leaving(name, words[member])
     return HistoryEvent(kind, number, name, name, reason, noted=noted, member=member)
@@ -254,7 +242,9 @@ def told_end(seat: Seat, known: KnownCause) -> str:
     return told_leaving(seat.host, known.cause) if known.left else known.cause
 
 
-def note_ends(before: Ends, round_: Round, asks: Iterable[tuple[JoinRequest, int]], vacant: Iterable[Vacant]) -> Ends:
+def note_ends(
+    before: Ends, round_: Round, asks: Iterable[tuple[records.JoinRequest, int]], vacant: Iterable[Vacant]
+) -> Ends:
     """The known ends in this round, with those that these requests of live members, and these seats, add now.
 
     Members that are gone without a reason are left out: they may come back to their seats; see `lost_ends`.
@@ -262,38 +252,33 @@ def note_ends(before: Ends, round_: Round, asks: Iterable[tuple[JoinRequest, int
     Args:
         asks: the requests, and etcd's revision of each.
     """
-    ends = [end for ask, at in asks if ask.failed for end in _said(ask, round_, at)]
+    number, ends = round_.number, list[HistoryEvent]()
+    for ask, at in asks:
+        if ask.failed and ask.node in round_.nodes and number in (ask.seated, ask.after):
+            ends += [replace(failure_event(number, ask.host, ask.node, one), noted=at) for one in ask.failed]
     for seat, known in vacant:
-        told = [failure_event(round_.number, seat.host, seat.node, one) for one in known.failures]
+        told = [failure_event(number, seat.host, seat.node, one) for one in known.failures]
         if known.cause:
             kind: EventKind = "left" if known.left else "died"
-            told.append(HistoryEvent(kind, round_.number, seat.host, seat.node, told_end(seat, known)))
+            told.append(HistoryEvent(kind, number, seat.host, seat.node, told_end(seat, known)))
         ends += [replace(end, noted=known.revision) for end in told]
     return {**{(end.kind, end.node): end for end in reversed(ends)}, **before}
 
 
 def lost_ends(round_: Round, vacant: Iterable[Vacant], present: Collection[str]) -> list[HistoryEvent]:
     """The members that are gone without a reason, and have not come back as any of the nodes that are `present`."""
+    lost = ((seat, known) for seat, known in vacant if not known.cause and seat.node not in present)
     return [
         HistoryEvent(
-            "lost", round_.number, seat.host, seat.node, f"{seat.host} is gone (its lease ended)", noted=known.revision
+            "lost", round_.number, one.host, one.node, f"{one.host} is gone (its lease ended)", noted=at.revision
         )
-        for seat, known in vacant
-        if not known.cause and seat.node not in present
+        for one, at in lost
     ]
 
 
 def failure_event(number: int, host: str, node: str, failure: WorkerFailure) -> HistoryEvent:
     """The event for a failed worker of this node in the round of this number."""
     return HistoryEvent("expired" if failure.timer else "failed", number, host, node, failure.line, (failure,))
-
-
-def _said(ask: JoinRequest, round_: Round, revision: int) -> list[HistoryEvent]:
-    """How a node's part in this round ended, in its own words."""
-    if not ask.failed or ask.node not in round_.nodes or round_.number not in (ask.seated, ask.after):
-        return []
-    failed = [failure_event(round_.number, ask.host, ask.node, one) for one in ask.failed]
-    return [replace(event, noted=revision) for event in failed]
 
 
 # -- the first cause --------------------------------------------------------------------------------------------------
@@ -361,10 +346,8 @@ def in_causal_order(ends: Sequence[HistoryEvent]) -> list[HistoryEvent]:
 
 def _was_just_killed(end: HistoryEvent) -> bool:
     """Whether a worker got SIGKILL, and neither a timer nor a lack of memory explains it."""
-    return any(
-        one.signal == _SIGKILL and not one.exception and not one.timer and "SIGKILL" in one.fate
-        for one in end.failures[:1]
-    )
+    killed = [one for one in end.failures[:1] if one.signal == _SIGKILL and "SIGKILL" in one.fate]
+    return any(not one.exception and not one.timer for one in killed)
 
 
 def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
@@ -413,7 +396,7 @@ def why_ended(recalled: str, recalled_at: int, ends: Sequence[HistoryEvent]) -> 
         recalled_at: etcd's revision then.
         ends: how its members' parts ended, as far as is known.
     """
-    if not any(end.noted <= recalled_at for end in ends):
+    if not ends or not (UNKNOWN_PEER in recalled or any(end.noted <= recalled_at for end in ends)):
         return recalled
     first = in_causal_order(ends)[0]
     is_known = first.line in recalled or (is_consequence(first) and UNKNOWN_PEER not in recalled)

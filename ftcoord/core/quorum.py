@@ -73,19 +73,9 @@ class QuorumCandidate:
     order: int = 0
 
     @classmethod
-    def of(
-        cls,
-        member: str,
-        record: ReplicaRecord,
-        *,
-        joined: float,
-        came_at: int = 0,
-        asked_at: int = 0,
-        wrote_at: int = 0,
-    ) -> QuorumCandidate:
-        """The candidate for a member's record."""
-        of = member, record.request, record.asked, record.after
-        return cls(*of, joined, came_at, asked_at, wrote_at, record.heard)
+    def of(cls, member: str, record: ReplicaRecord, *, joined: float, **when: int) -> QuorumCandidate:
+        """The candidate for a member's record; `when` are the revisions above."""
+        return cls(member, record.request, record.asked, record.after, joined, heard=record.heard, **when)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +98,9 @@ class Highest:
         """The higher one of both."""
         return max(self.number, self.id)
 
-    def and_of(self, quorum: QuorumRecord) -> Highest:
-        """The highest, including this quorum."""
-        return self.and_(quorum.number, quorum.id)
-
     def and_(self, number: int, id_: int) -> Highest:
         """The highest, including a quorum with this number and id."""
         return Highest(max(self.number, number), max(self.id, id_))
-
-
-NOTHING_HEARD: Final = Highest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +139,7 @@ class QuorumSituation:
     members: Sequence[QuorumCandidate]
     previous: QuorumRecord | None
     previous_at: float = -inf
-    highest: Highest = NOTHING_HEARD
+    highest: Highest = Highest()
     created: float = 0.0
     decider: str = ""
     unreadable: int = 0
@@ -279,11 +262,7 @@ def _id_of(
 
 
 def outlook(
-    now: QuorumRecord | None,
-    me: Sequence[str],
-    replica_id: str,
-    asked: int,
-    taken: QuorumRecord | None = None,
+    now: QuorumRecord | None, me: Sequence[str], replica_id: str, asked: int, taken: QuorumRecord | None = None
 ) -> Outlook[NoReturn]:
     """What the decided record `now` means for a replica with this request.
 

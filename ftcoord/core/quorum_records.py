@@ -10,21 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
 
-from ftcoord.core.strict import (
-    V4,
-    Count,
-    Raw,
-    Size,
-    build,
-    build_each,
-    dump,
-    dump_packed,
-    json_problem,
-    load,
-    load_packed,
-    objects,
-    part,
-)
+from ftcoord.core import strict
+from ftcoord.core.strict import Count, Raw, Size, build
 from ftcoord.errors import StateError
 
 
@@ -45,14 +32,14 @@ class QuorumRequest:
     """
 
     replica_id: str
-    address: str = field(repr=False)  # it may have a token, see `core.manager_address`
-    store_address: str
-    step: int
-    world_size: Size
-    shrink_only: bool
-    data: str
-    commit_failures: int
-    handles: tuple[str, ...]
+    address: str = field(default="", repr=False)  # it may have a token, see `core.manager_address`
+    store_address: str = ""
+    step: int = 0
+    world_size: Size = 0
+    shrink_only: bool = False
+    data: str = ""
+    commit_failures: int = 0
+    handles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +56,9 @@ class ReplicaRecord:
     """
 
     request: QuorumRequest
-    asked: Count
-    after: Count
-    beat: int
+    asked: Count = 0
+    after: Count = 0
+    beat: int = 0
     heard: Count = 0
     min_replicas: Size = 1
 
@@ -125,17 +112,9 @@ class QuorumRecord:
         """The replica ids of the participants."""
         return frozenset(seat.request.replica_id for seat in self.seats)
 
-    def share_names(self, other: QuorumRecord) -> None:
-        """Take over the other one's `names`, if they are the same. All replicas of a process compare them at each step,
-        and to compare one object with itself costs nothing."""
-        if self.names == other.names:
-            self.__dict__["names"] = other.names  # where the cached property has them
-
     def contradicts(self, known: QuorumRecord | None) -> bool:
         """Whether it has the id of `known`, but other replicas: etcd has lost that one since."""
-        if known is None or known.id != self.id or known.names is self.names:
-            return False
-        return known.names != self.names
+        return known is not None and known.id == self.id and known.names != self.names
 
     @property
     def requests(self) -> tuple[QuorumRequest, ...]:
@@ -155,25 +134,29 @@ class QuorumRecord:
 
 def encode(record: ReplicaRecord) -> bytes:
     """The record as JSON, with the layout's version."""
-    return dump(record, V4)
+    return strict.dump(record, strict.V4)
 
 
 def parse_replica(key: str, value: bytes) -> ReplicaRecord:
     """Raises StateError."""
-    raw = load(key, value, V4)
+    raw = strict.load(key, value, strict.V4)
     return build(ReplicaRecord, key, {**raw, "request": build_request(key, raw)})
 
 
 def encode_quorum(quorum: QuorumRecord) -> bytes:
     """The record as JSON with the layout's version, compressed: most of what its seats say is alike."""
-    return dump_packed(quorum)
+    return strict.dump_packed(quorum)
 
 
 def parse_quorum(key: str, value: bytes) -> QuorumRecord:
     """Raises StateError."""
-    raw = load_packed(key, value)
-    seats = [build(QuorumSeat, key, {**one, "request": build_request(key, one)}) for one in objects(key, raw, "seats")]
-    quorum = build(QuorumRecord, key, {**raw, "seats": tuple(seats), "idle": build_each(IdleMember, key, raw, "idle")})
+    raw = strict.load_packed(key, value)
+    seats = [
+        build(QuorumSeat, key, {**one, "request": build_request(key, one)}) for one in strict.objects(key, raw, "seats")
+    ]
+    quorum = build(
+        QuorumRecord, key, {**raw, "seats": tuple(seats), "idle": strict.build_each(IdleMember, key, raw, "idle")}
+    )
     if not isfinite(quorum.created):
         raise StateError(key, "has a created that is no time")
     return quorum
@@ -181,18 +164,13 @@ def parse_quorum(key: str, value: bytes) -> QuorumRecord:
 
 def build_request(key: str, raw: Raw) -> QuorumRequest:
     """The field `request`. Raises StateError."""
-    built = build(QuorumRequest, key, part(key, raw, "request"))
-    check_data(key, built.data)
-    return built
-
-
-def check_data(key: str, data: str) -> None:
-    """Raises StateError naming the key, if what a replica wants others to know is no JSON object."""
-    if problem := data_problem(data):
+    built = build(QuorumRequest, key, strict.part(key, raw, "request"))
+    if problem := data_problem(built.data):
         raise StateError(key, f"has a request whose data is no JSON object: {problem}")
+    return built
 
 
 def data_problem(data: str) -> str:
     """Why torchft's clients could not read the data of a request; empty if they can. Empty data are none."""
-    problem = json_problem(data)
+    problem = strict.json_problem(data)
     return problem or ("" if not data or data.lstrip().startswith("{") else "it must begin with {")

@@ -4,53 +4,54 @@ pure."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from ftcoord.core.quorum_records import QuorumRequest
+from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
 from ftcoord.errors import NotInQuorum
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """What a quorum means for one rank of one replica. The names are those of torchft's QuorumResult.
+@dataclass(slots=True)
+class QuorumResult:
+    """What a quorum means for one rank: its place, and which replicas heal from which. The fields are torchft's.
 
     Args:
-        replica_rank: its place among all participants, of which there are `replica_world_size`.
-        recover_src_manager_address, recover_src_replica_rank: the replica to heal from; empty and None if not `heal`.
-        recover_dst_replica_ranks: the replicas that heal from this one, ascending.
-        store_address: the store in which this rank meets its peers; one for all replicas.
-        max_step: the highest step in the quorum.
-        max_replica_rank: its place among the `max_world_size` participants at that step; None if it is behind.
-        heal: its state differs from that of the others: load theirs before the step.
-        replica_ids: the ids of all participants, in order.
-        reconfigure_handles: this rank's handle at each participant, in order; empty where there is none.
-        commit_failures: the highest number that any participant reports.
+        quorum_id: see `ftcoord.coordination.Quorum`.
+        replica_rank, replica_world_size: this replica's rank among all members, and their number.
+        recover_src_manager_address, recover_src_replica_rank: the replica to fetch the weights from, if `heal`.
+        recover_dst_replica_ranks: the replicas that fetch the weights from this one.
+        store_address: the store where the ranks of all replicas meet; the same for all with this group rank.
+        max_step: the highest step of any member.
+        max_replica_rank, max_world_size: this replica's rank among the members at that step (None if it is at an
+            earlier one), and their number.
+        heal: whether this replica must fetch the weights first.
+        replica_ids: the ids of all members, in rank order.
+        reconfigure_handles: the handle that this rank of each member sent, in rank order (torchft's nightly builds).
     """
 
-    replica_rank: int
-    replica_world_size: int
-    recover_src_manager_address: str
-    recover_src_replica_rank: int | None
-    recover_dst_replica_ranks: tuple[int, ...]
-    store_address: str
-    max_step: int
-    max_replica_rank: int | None
-    max_world_size: int
-    heal: bool
-    replica_ids: tuple[str, ...]
-    reconfigure_handles: tuple[str, ...]
-    commit_failures: int
+    quorum_id: int = 0
+    replica_rank: int = 0
+    replica_world_size: int = 1
+    recover_src_manager_address: str = ""
+    recover_src_replica_rank: int | None = None
+    recover_dst_replica_ranks: list[int] = field(default_factory=list)
+    store_address: str = ""
+    max_step: int = 0
+    max_replica_rank: int | None = None
+    max_world_size: int = 1
+    heal: bool = False
+    replica_ids: list[str] = field(default_factory=list)
+    reconfigure_handles: list[str] = field(default_factory=list)
 
 
-def recovery(quorum_requests: Sequence[QuorumRequest], replica_id: str, rank: int, init_sync: bool) -> Recovery:
+def quorum_result(quorum: QuorumRecord, replica_id: str, rank: int, init_sync: bool) -> QuorumResult:
     """What a quorum means for the group rank `rank` of a replica. Raises NotInQuorum.
 
     Args:
-        quorum_requests: the requests of all participants, in any order.
         init_sync: whether all replicas load the state of one replica before the first step.
     """
-    group = sorted(quorum_requests, key=lambda one: one.replica_id)
-    names = tuple(one.replica_id for one in group)
+    group = sorted(quorum.requests, key=lambda one: one.replica_id)
+    names = [one.replica_id for one in group]
     if replica_id not in names:
         raise NotInQuorum(replica_id)
     me = names.index(replica_id)
@@ -59,21 +60,26 @@ def recovery(quorum_requests: Sequence[QuorumRequest], replica_id: str, rank: in
     primary = leaders[rank % len(leaders)]
     sources = _sources(len(group), [primary] if init_sync and top == 0 else leaders, rank)
     source = sources.get(me)
-    return Recovery(
+    return QuorumResult(
+        quorum_id=quorum.id,
         replica_rank=me,
         replica_world_size=len(group),
         recover_src_manager_address="" if source is None else group[source].address,
         recover_src_replica_rank=source,
-        recover_dst_replica_ranks=tuple(place for place, source in sources.items() if source == me),
+        recover_dst_replica_ranks=[place for place, source in sources.items() if source == me],
         store_address=group[primary].store_address,
         max_step=top,
         max_replica_rank=leaders.index(me) if me in leaders else None,
         max_world_size=len(leaders),
         heal=source is not None,
         replica_ids=names,
-        reconfigure_handles=tuple(one.handles[rank] if rank < len(one.handles) else "" for one in group),
-        commit_failures=max(one.commit_failures for one in group),
+        reconfigure_handles=[one.handles[rank] if rank < len(one.handles) else "" for one in group],
     )
+
+
+def result_fields(result: QuorumResult) -> dict[str, Any]:
+    """The fields of a result, for JSON. `QuorumResult(**fields)` is the result again."""
+    return {name: getattr(result, name) for name in QuorumResult.__slots__}
 
 
 def heals_from(quorum_requests: Sequence[QuorumRequest], rank: int) -> dict[str, str]:

@@ -18,23 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, TypeAlias
 
-from ftcoord.core import layout
-from ftcoord.core.strict import (
-    LARGEST_COUNT,
-    V4,
-    Count,
-    Range,
-    Raw,
-    Size,
-    build,
-    build_each,
-    dump,
-    dump_packed,
-    load,
-    load_packed,
-)
+from ftcoord.core import layout, strict
+from ftcoord.core.strict import V4, Count, Range, Raw, Size, build, build_each
 from ftcoord.errors import StateError
 
 _RECORDS: Final = 4
@@ -133,7 +120,7 @@ class JoinRequest:
     min_nodes: int
     max_nodes: int
     seated: Count = 0
-    reopens: Annotated[int, Range(-1, LARGEST_COUNT)] = -1
+    reopens: Annotated[int, Range(-1, strict.LARGEST_COUNT)] = -1
     holds: str = ""
     failed: tuple[WorkerFailure, ...] = ()
 
@@ -165,6 +152,11 @@ class Away:
     round: Count
 
 
+Place: TypeAlias = tuple[int | None, int]
+"""A member's rank in a round, None without a seat; and the last round in which it is known to have had a seat, 0 for
+none."""
+
+
 @dataclass(frozen=True)
 class RoundHead:
     """The decided record: one round, and what happened to it. Its size does not depend on the round's.
@@ -185,6 +177,7 @@ class RoundHead:
         before: why the round before this one ended; empty for the first.
         by: the member that decided this.
         drained: the nodes that an operator wants to leave, and a few that did. They get no seat any more.
+        stop: why all ranks are to leave their loops at one agreed step; empty while they are not. See `ftcoord.stop`.
     """
 
     number: Count
@@ -203,6 +196,7 @@ class RoundHead:
     before: str = ""
     by: str = ""
     drained: tuple[str, ...] = ()
+    stop: str = ""
 
     @property
     def name(self) -> str:
@@ -221,12 +215,12 @@ class RoundHead:
 
     def place_of(self, member: str) -> Place | None:
         """Where a member sits; None if that is not known here."""
-        return None if self.chunks else Place(None, 0)
+        return None if self.chunks else (None, 0)
 
     def rank_of(self, member: str) -> int | None:
         """The rank of a member; None if it has none, or that is not known here."""
         place = self.place_of(member)
-        return None if place is None else place.rank
+        return None if place is None else place[0]
 
 
 NO_ROUND: Final = RoundHead(0, "", 0, 0, "", 0)
@@ -265,7 +259,7 @@ class Round(RoundHead):
         return {seat.node: rank for rank, seat in enumerate(self.seats)}
 
     def place_of(self, member: str) -> Place:
-        return Place(self.ranks.get(member), self.last_seats.get(member, 0))
+        return self.ranks.get(member), self.last_seats.get(member, 0)
 
     @cached_property
     def last_seats(self) -> Mapping[str, int]:
@@ -304,18 +298,6 @@ def _fields_of(head: RoundHead) -> dict[str, Any]:
     return {field.name: getattr(head, field.name) for field in fields(RoundHead)}
 
 
-class Place(NamedTuple):
-    """A member's place, by a round's chunks.
-
-    Args:
-        rank: its rank in this round; None without a seat.
-        last: the last round in which it is known to have had a seat; 0 for none.
-    """
-
-    rank: int | None
-    last: int
-
-
 @dataclass(frozen=True)
 class Chunk:
     """A part of who sits where: the `seats` with these `ranks`, and live members that the round was formed without."""
@@ -328,8 +310,8 @@ class Chunk:
         """Where a member of this chunk sits in the round of this number."""
         rank = next((rank for rank, seat in zip(self.ranks, self.seats, strict=True) if seat.member == member), None)
         if rank is not None:
-            return Place(rank, number)
-        return Place(None, next((one.round for one in self.away if one.member == member), 0))
+            return rank, number
+        return None, next((one.round for one in self.away if one.member == member), 0)
 
 
 def chunks_for(members: int) -> int:
@@ -379,18 +361,22 @@ FINISHED: Final = "finished"
 """The outcome of a run whose workers are done."""
 FAILED: Final = "failed"
 """The outcome of a run in which a node has used up its restarts."""
+STOPPED: Final = "stopped"
+"""The outcome of a run whose ranks left their loops at an agreed step, as they were asked to."""
+DONE: Final = FINISHED, STOPPED
+"""The outcomes of runs whose last workers end by themselves."""
 CLOSED: Final = "closed"
 """The outcome of a run that somebody closed by hand."""
 
 
 def encode(record: JoinRequest | RoundHead) -> bytes:
     """The record as JSON, with its layout's version; of a Round only its head."""
-    return dump(RoundHead(**_fields_of(record)) if isinstance(record, RoundHead) else record, V4)
+    return strict.dump(RoundHead(**_fields_of(record)) if isinstance(record, RoundHead) else record, V4)
 
 
 def encode_chunk(chunk: Chunk) -> bytes:
     """The chunk as compressed JSON."""
-    return dump_packed(chunk)
+    return strict.dump_packed(chunk)
 
 
 def encode_seats(prefix: str, round_: Round) -> list[tuple[str, bytes]]:
@@ -401,7 +387,7 @@ def encode_seats(prefix: str, round_: Round) -> list[tuple[str, bytes]]:
 
 def parse_join_request(key: str, value: bytes) -> JoinRequest:
     """Parse a request. Raises StateError."""
-    raw = load(key, value, V4)
+    raw = strict.load(key, value, V4)
     ask = build(JoinRequest, key, {**raw, "failed": failures_from(key, raw, "failed")})
     if not 1 <= ask.min_nodes <= ask.max_nodes:
         raise StateError(key, f"asks for rounds of {ask.min_nodes} to {ask.max_nodes} nodes, which cannot be")
@@ -411,7 +397,7 @@ def parse_join_request(key: str, value: bytes) -> JoinRequest:
 @lru_cache(_RECORDS)
 def parse_decided(key: str, value: bytes) -> RoundHead:
     """The decided record. Raises StateError."""
-    head = build(RoundHead, key, load(key, value, V4))
+    head = build(RoundHead, key, strict.load(key, value, V4))
     if head.token != "" if head.number == 0 else not _is_token(head.token):
         raise StateError(key, "has no token that a round may have, so it is not ftcoord's")
     if bool(head.size) != bool(head.chunks):
@@ -426,7 +412,7 @@ def _is_token(token: str) -> bool:
 
 def parse_chunk(key: str, value: bytes) -> Chunk:
     """Parse a chunk. Raises StateError."""
-    raw = load_packed(key, value)
+    raw = strict.load_packed(key, value)
     lists = {"seats": build_each(Seat, key, raw, "seats"), "away": build_each(Away, key, raw, "away")}
     chunk = build(Chunk, key, {**raw, **lists})
     if len(chunk.ranks) != len(chunk.seats):

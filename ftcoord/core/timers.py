@@ -107,10 +107,5 @@ def inform(worker: Worker, timer: Timer, host: str, now: float, wall: float) -> 
     left = timer.until_ms / 1000 - now if worker.host == host else timer.wall_ms / 1000 - wall
     rank = worker.rank if worker.rank >= 0 else None
     return TimerInfo(
-        host=worker.node,
-        pid=worker.pid,
-        rank=rank,
-        scope=timer.scope,
-        age=timer.after_ms / 1000 - left,
-        left=left,
+        host=worker.node, pid=worker.pid, rank=rank, scope=timer.scope, age=timer.after_ms / 1000 - left, left=left
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from ftcoord.errors import ClientClosed, EtcdError, FtcoordError, ThreadNotStart
 from ftcoord.etcd.api import Etcd
 from ftcoord.operator.history import explain, history_of
 from ftcoord.operator.reading import JobWatch, read_jobs, with_leases
-from ftcoord.operator.report import JobHistory, JobList, JobStatus, plain
+from ftcoord.operator.report import JobHistory, JobList, JobStatus, paragraph
 from ftcoord.operator.status import JobKeys, Rules
 
 MOST_VIEWERS: Final = 200
@@ -73,22 +73,21 @@ def part_of(report: Any, find: str = "", offset: int = 0) -> tuple[Any, dict[str
         find: only rows that contain this text, in any case; empty for all.
         offset: how many of those rows to skip in lists that are paged.
     """
-    rest, counts = dict[str, Any](), dict[str, Any]()
-    for name in (field.name for field in fields(report)):
-        value = getattr(report, name)
-        if isinstance(value, tuple):
+    rest, counts = {**report}, dict[str, Any]()
+    for name, value in report.items():
+        if isinstance(value, list):
             found = [row for row in value if _has(row, find.casefold())] if find else value
             start = offset if name in PAGED and offset < len(found) else 0
-            rest[name] = tuple(found[start : start + ROWS])
-            states = Counter(getattr(row, "standing", None) or getattr(row, "state", "") for row in value)
+            rest[name] = found[start : start + ROWS]
+            states = Counter(row.get("standing", row.get("state", "")) for row in value)
             counts[name] = {"total": len(value), "found": len(found), "offset": start, "states": states}
-        elif is_dataclass(value):
+        elif isinstance(value, dict):
             rest[name], counts[name] = part_of(value, find, offset)
-    return replace(report, **rest), counts
+    return rest, counts
 
 
-def _has(row: Any, text: str) -> bool:
-    return any(isinstance(value, str) and text in value.casefold() for value in plain(row).values())
+def _has(row: Mapping[str, Any], text: str) -> bool:
+    return any(isinstance(value, str) and text in value.casefold() for value in row.values())
 
 
 class TooManyViewers(FtcoordError):
@@ -108,7 +107,7 @@ class Board(Closing):
         self._etcd, self._key_prefix, self._rules = etcd, key_prefix, rules  # never change
         # Guards what follows. A feed is made with the lock held, and closed without it: that waits for its thread.
         self._lock = concurrency.lock("Board._lock")
-        self._feeds: dict[str | None, PageFeed] = {}
+        self.feeds: dict[str | None, PageFeed] = {}  # by their jobs; None stands for the list
         self._closed = False
 
     def view(self, job: str | None, wake: Callable[[], None], client: str = "") -> PageFeed:
@@ -120,16 +119,15 @@ class Board(Closing):
         with self._lock:
             if self._closed:
                 raise ClientClosed("the page is closing")
-            feed = self._feeds.get(job)
+            feed = self.feeds.get(job)
             is_new = feed is None or feed.has_ended
-            viewers = [list(one.viewers.values()) for one in self._feeds.values()]
-            if _is_full(sum(map(len, viewers)), len(viewers), is_new, 1):
-                raise TooManyViewers("too many look at this page at the same time: close some, and reload")
-            theirs = [one.count(client) for one in viewers if client in one]
-            if _is_full(sum(theirs), len(theirs), is_new, SHARE):
-                raise TooManyViewers("too many look at this page from your address: close some, and reload")
+            for share, what in ((1, "at the same time"), (SHARE, "from your address")):
+                viewers = [[*one.viewers.values()] for one in self.feeds.values()]
+                theirs = [len(one) if share == 1 else one.count(client) for one in viewers]
+                if sum(theirs) >= MOST_VIEWERS // share or (is_new and sum(map(bool, theirs)) >= MOST_JOBS // share):
+                    raise TooManyViewers(f"too many look at this page {what}: close some, and reload")
             if feed is None or is_new:
-                feed = self._feeds[job] = PageFeed(self._etcd, self._key_prefix, job, self._rules)
+                feed = self.feeds[job] = PageFeed(self._etcd, self._key_prefix, job, self._rules)
             feed.viewers[wake] = client
             return feed
 
@@ -138,28 +136,18 @@ class Board(Closing):
         with self._lock:
             is_over = feed.viewers.pop(wake, None) is not None and not feed.viewers
             if is_over:
-                self._feeds = {job: one for job, one in self._feeds.items() if one is not feed}
+                self.feeds = {job: one for job, one in self.feeds.items() if one is not feed}
         if is_over:
             feed.close()
-
-    @property
-    def followed(self) -> set[str | None]:
-        """The jobs that are followed now; None stands for the list."""
-        with self._lock:
-            return set(self._feeds)
 
     def close(self) -> None:
         """End all feeds, and wake the viewers. Idempotent."""
         with self._lock:
             self._closed = True
-            feeds, self._feeds = [*self._feeds.values()], {}
+            feeds, self.feeds = [*self.feeds.values()], {}
         for feed in feeds:
             feed.end("the page is closing")
             feed.close()
-
-
-def _is_full(viewers: int, jobs: int, is_new: bool, share: int) -> bool:
-    return viewers >= MOST_VIEWERS // share or (is_new and jobs >= MOST_JOBS // share)
 
 
 class PageFeed(Closing):
@@ -230,9 +218,9 @@ class PageFeed(Closing):
         if now is None or known is None:
             return
         history = history_of(known)
-        why = explain(now.status, known).text if history.events else ""
+        why = paragraph(explain(now["status"], known)) if history["events"] else ""
         if has_changed or self.news is None or (self.news.why, self.news.history) != (why, history):
-            self._publish(Shown(now.status, now.error, why, history))
+            self._publish(Shown(now["status"], now["error"], why, history))
 
     def _wake(self) -> None:
         self._ending.set()

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import socket
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -36,10 +37,9 @@ from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.metrics.exporter import is_allowed_host
 from ftcoord.metrics.process import Collect, exposed
-from ftcoord.operator import orders
-from ftcoord.operator.reading import RunsCollector
-from ftcoord.operator.report import Done, JobStatus, plain
-from ftcoord.operator.status import Rules
+from ftcoord.operator import orders, reading, report, status
+
+log = logging.getLogger(__name__)
 
 END_TIMEOUT: Final = 2
 """Seconds that answers in progress may take when the server ends."""
@@ -97,7 +97,7 @@ class Page:
 
     etcd: EtcdConfig
     key_prefix: str
-    rules: Rules
+    rules: status.Rules
     listen: tuple[str, int]
     about: Mapping[str, Any]
     host_names: Collection[str]
@@ -116,16 +116,11 @@ def make_app(page: Page, etcd: Etcd, board: Board, leases: LeaseBook, collect: C
         collect: returns the metrics of all runs. Raises ServerError without prometheus_client.
     """
     site = _Site(page, etcd, board, leases, collect)
-    routes: list[routing.BaseRoute] = [
-        routing.Route("/", site.index),
-        routing.Route("/api/about", site.about),
-        routing.Route("/api/jobs", site.reports),
-        routing.Route("/api/job", site.reports),
-        routing.Route("/api/act", site.act, methods=["POST"]),
-        routing.Mount("/static", staticfiles.StaticFiles(directory=STATIC)),
-    ]
-    if not page.gateway_job:
-        routes.append(routing.Route("/metrics", site.metrics))
+    gets = {"/": site.index, "/api/about": site.about, "/api/jobs": site.reports, "/api/job": site.reports}
+    gets |= {} if page.gateway_job else {"/metrics": site.metrics}
+    routes: list[routing.BaseRoute] = [routing.Route(path, answer) for path, answer in gets.items()]
+    routes.append(routing.Route("/api/act", site.act, methods=["POST"]))
+    routes.append(routing.Mount("/static", staticfiles.StaticFiles(directory=STATIC)))
     return _Guarded(applications.Starlette(routes=routes), {*page.host_names, page.listen[0].lower()})
 
 
@@ -172,7 +167,7 @@ class _Site:
             order = read_order(json.loads(body), f"the page of {self._page.who}, from {sender}")
             if self._only and order.job != self._only:
                 return _of_another_job(self._only)
-            return JSONResponse(plain(await to_thread.run_sync(self._carry_out, order)))
+            return JSONResponse(await to_thread.run_sync(self._carry_out, order))
         except RecursionError:
             return refusal(400, "this is nested too deeply for an order")
         except ValueError as error:  # ConfigError too; no JSON
@@ -191,7 +186,7 @@ class _Site:
             return PlainTextResponse(f"{error}\n", 501)
         return Response(text, media_type=kind)
 
-    def _carry_out(self, order: orders.Order) -> Done:
+    def _carry_out(self, order: orders.Order) -> report.Done:
         """Do what the command does, with who gave the order and from which address in its reason."""
         known = self._etcd, self._page.key_prefix
         return orders.planned(*known, order, self._page.etcd.request_timeout)[1]()
@@ -267,8 +262,8 @@ class _Reports(StreamingResponse):
             if news is not None:
                 if news.history is not None and news.history != history:
                     history = news.history  # it rarely changes, and is long
-                    newest = replace(history, events=history.events[-NEWEST_EVENTS:])
-                    yield _event("history", {"history": newest, "total": len(history.events)})
+                    newest = {**history, "events": history["events"][-NEWEST_EVENTS:]}
+                    yield _event("history", {"history": newest, "total": len(history["events"])})
                 yield await to_thread.run_sync(self._report, news)
             await anyio.sleep(STREAM_REST)
             with anyio.move_on_after(BEAT):
@@ -277,14 +272,14 @@ class _Reports(StreamingResponse):
     def _report(self, news: Shown) -> str:
         """On a thread: a job may have ten thousand members, and etcd may be slow to return their leases."""
         report, counts = part_of(news.report, *self._wanted) if news.report else (None, {})
-        if isinstance(report, JobStatus) and not news.error:
+        if report is not None and self._job is not None and not news.error:
             report = self._leases.lease(report)
         state = {"connected": not news.error, "error": news.error, "at": concurrency.wall(), "why": news.why}
         return _event("report", {**state, "report": report, "counts": counts})
 
 
 def _event(name: str, data: dict[str, Any]) -> str:
-    return f"event: {name}\ndata: {json.dumps(data, default=plain)}\n\n"
+    return f"event: {name}\ndata: {json.dumps(data, default=asdict)}\n\n"
 
 
 # -- orders ---------------------------------------------------------------------------------------------------------
@@ -325,7 +320,7 @@ def read_order(given: object, through: str) -> orders.Order:
 class PageServer(Closing):
     """Serves the dashboard on its own thread, until `close()`, even without etcd.
 
-    Raises ServerError when it cannot listen or serve there, ThreadNotStarted, and ConfigError.
+    Raises ServerError when it cannot listen there, ThreadNotStarted, and ConfigError.
     """
 
     def __init__(self, page: Page) -> None:
@@ -334,7 +329,7 @@ class PageServer(Closing):
             listener = undo.enter_context(_listening(host, port))
             client = undo.enter_context(EtcdClient(page.etcd))
             board = undo.enter_context(Board(client, page.key_prefix, page.rules))
-            collect = RunsCollector(page.etcd, page.key_prefix).collect
+            collect = reading.RunsCollector(page.etcd, page.key_prefix).collect
             config = uvicorn.Config(
                 make_app(page, client, board, LeaseBook(client.time_left), collect),
                 http=BoundedProtocol,
@@ -344,18 +339,15 @@ class PageServer(Closing):
                 proxy_headers=False,  # else a client on this machine could choose the address that orders come from
                 timeout_graceful_shutdown=END_TIMEOUT,
             )
-            self._server, self.address = _Server(config), f"http://{host}:{listener.getsockname()[1]}"
-            self._thread = concurrency.thread(self._server.run_on_thread, "ftcoord-page", listener)
-            self._thread.start()
+            self._server, self.address = uvicorn.Server(config), f"http://{host}:{listener.getsockname()[1]}"
+            self._thread = concurrency.thread(self._serve, "ftcoord-page", listener)
+            self._thread.start()  # who connects before it serves waits for it
             undo.callback(self._end)
-            self._server.settled.wait()
-            if not self._server.started:
-                raise ServerError(f"the page cannot be served at {self.address}: {self._server.error}")
             self._ends = undo.pop_all()
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended though nobody closed it."""
+        """Whether it has ended though nobody closed it. The log has the reason."""
         return not self._thread.is_alive() and not self._server.should_exit
 
     def close(self) -> None:
@@ -366,26 +358,11 @@ class PageServer(Closing):
         self._server.should_exit = True
         self._thread.join()
 
-
-class _Server(uvicorn.Server):
-    """One that sets an event when it serves."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.settled = concurrency.event()  # it serves (`started`), or has ended
-        self.error = ""  # why it did not start; written before `settled` is set
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.settled.set()
-
-    def run_on_thread(self, listener: socket.socket) -> None:
+    def _serve(self, listener: socket.socket) -> None:
         try:
-            self.run([listener])
+            self._server.run([listener])
         except (OSError, SystemExit) as error:  # no descriptors; uvicorn's exit, which ends a thread without a log line
-            self.error = str(error)
-        finally:
-            self.settled.set()
+            log.error("the page at %s has ended: %s; start it again", self.address, error)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -399,47 +376,37 @@ def _listening(host: str, port: int) -> socket.socket:
 class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP, on a connection that ends when nothing is asked on it. For the thread of the event loop."""
 
-    _silence: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         their = sum(_address_of(one) == _address_of(self) for one in self.connections)
         if len(self.connections) > MOST_CONNECTIONS or their > MOST_OF_ADDRESS:
             transport.abort()
         else:
-            self._await_request()
+            self._end_after("silent", HEADERS_TIMEOUT, self._end_if_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._stop_unread()
+        for timer in self._timers.values():
+            timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_unread()
-        # Not `close`, which waits until all is read.
-        self._unread = self.loop.call_later(UNREAD_TIMEOUT, self.transport.abort)
+        self._end_after("unread", UNREAD_TIMEOUT, self.transport.abort)  # not `close`, which waits until all is read
 
     def resume_writing(self) -> None:
-        self._stop_unread()
+        if (timer := self._timers.pop("unread", None)) is not None:
+            timer.cancel()
         super().resume_writing()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._await_request()
+        self._end_after("silent", HEADERS_TIMEOUT, self._end_if_silent)
 
-    def _await_request(self) -> None:
-        self._stop_waiting()
-        self._silence = self.loop.call_later(HEADERS_TIMEOUT, self._end_if_silent)
-
-    def _stop_waiting(self) -> None:
-        if self._silence is not None:
-            self._silence.cancel()
-
-    def _stop_unread(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
+    def _end_after(self, what: str, seconds: float, end: Callable[[], None]) -> None:
+        if what in self._timers:
+            self._timers[what].cancel()
+        self._timers[what] = self.loop.call_later(seconds, end)
 
     def _end_if_silent(self) -> None:
         """uvicorn's own timer of idle connections ends with the first byte, though no request may follow."""

@@ -6,7 +6,6 @@ No process of it outlives it: ftcoord ends the workers of an agent that is kille
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -66,9 +65,7 @@ class Agent:
         program: str = "torch.distributed.run",
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self.name = name
-        self.lost = False
-        self.log = folder / f"{name}.log"
+        self.name, self.lost, self.log = name, False, folder / f"{name}.log"
         command = [sys.executable, "-m", program, *torchrun, *script]
         ours = {"DEMO_AGENT": name, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment = {**without_etcd(os.environ), **ours, **(variables or {})}
@@ -117,7 +114,6 @@ class Demo:
         self._recalled_at = 0.0  # when the demo received the last recall
         self._progress = folder / "progress.jsonl"
         self._progress.touch()
-        self._tick = concurrency.event()
         login = server.config().credentials
         self._login = {"FTCOORD_USER": login.user, "FTCOORD_PASSWORD": login.password} if login else {}
 
@@ -126,74 +122,36 @@ class Demo:
         self._start("a", "b", "c")
         first = self._await_round(3)
         lost = self._agents[first[0]]
-        before = self._await_steps()
+        phases = [self._await_steps()]
         self._say(f"kill -9 agent {lost.name} (pid {lost.pid}): rank 0's store is gone, and its worker is an orphan")
         killed_at = concurrency.now()
         lost.kill()
-        second = self._await_round(2)
+        self._await_round(2)
         recalled, took = self._recalled_at - killed_at, concurrency.now() - killed_at
         self._say(
             f"the survivors were recalled {recalled:.1f} s after the kill, and have a new round after {took:.1f} s"
         )
-        alone = self._await_steps()
-        if lost.name in second:
-            raise DemoError("the lost agent has a seat in the new round")
+        phases.append(self._await_steps())
         self._start("d")
         self._await_round(3)
-        together = self._await_steps()
-        (self._folder / "last_step").write_text(str(together[-1]["step"] + PHASE_STEPS))
-        self._await_end()
-        self._check_losses([before, alone, together, self._reports()[-PHASE_STEPS // 2 :]])
+        phases.append(self._await_steps())
+        (self._folder / "last_step").write_text(str(phases[-1][-1]["step"] + PHASE_STEPS))
+        self._until(lambda: all(agent.process.poll() == 0 for agent in self._live()), "the end of all agents")
+        names = ", ".join(agent.name for agent in self._live())
+        self._say(f"the job is done at step {self._reports()[-1]['step']}; {names} ended with 0")
+        losses = [sum(report["loss"] for report in phase) / len(phase) for phase in phases]
+        shown = " -> ".join(f"{loss:.4f}" for loss in losses)
+        if losses != sorted(losses, reverse=True):
+            raise self._failure(f"the loss did not keep falling: {shown}", [])
+        self._say(f"the loss kept falling through both changes: {shown}")
 
     def _say(self, text: str) -> None:
         print(f"{concurrency.now() - self._started_at:6.1f} s  {text}", flush=True)
 
-    # -- rounds, as `ftcoord watch` reports them ------------------------------------------------------------------
-
-    def _await_round(self, world: int) -> list[str]:
-        """The agents of the next round with `world` nodes, by rank. A round changes several times: it is printed when
-        it begins, and when it is recalled."""
-        while True:
-            now = self._until(self._changed_round, lambda: f"a round of {world} nodes")
-            self._announced.add((now.number, bool(now.recalled)))
-            if now.recalled:
-                self._recalled_at = concurrency.now()
-                self._say(f"round {now.number} is recalled: {self._named(now.recalled)}")
-                continue
-            if (now.number - 1, True) not in self._announced:
-                self._recalled_at = concurrency.now()  # the recall before it was over too soon to be seen
-            hosts = {one.rank: one.host for one in now.members if one.rank is not None}
-            hosts |= {one.rank: one.host for one in now.missing}
-            seated = [self._named(host) for _, host in sorted(hosts.items())]
-            ranks = ", ".join(f"{name} rank {rank}" for rank, name in enumerate(seated))
-            self._say(f"round {now.number}: {ranks}; bootstrap at {now.address}:{now.port}")
-            if now.size == world:
-                return seated
-
-    def _changed_round(self) -> RoundsStatus | None:
-        """A round that was not printed yet; None if there is none within seconds. Raises EtcdError."""
-        now = found.status.rounds if (found := self._watch.next()) is not None else None
-        if now is None or now.closed or not now.size or (now.number, bool(now.recalled)) in self._announced:
-            return None
-        return now
-
-    def _named(self, text: str) -> str:
-        """Agents by their names in the demo, not by host and pid."""
-        for agent in self._agents.values():
-            text = text.replace(f"{socket.gethostname()} (pid {agent.pid})", agent.name)
-        return text
-
-    # -- agents and training ------------------------------------------------------------------------------------
-
     def _start(self, *names: str) -> None:
-        torchrun = [
-            "--nnodes=2:3",
-            "--nproc-per-node=1",
-            "--max-restarts=10",
-            "--rdzv-backend=etcd-v3",
-            f"--rdzv-endpoint={self._server.get_endpoint()}",
-            f"--rdzv-id={self._run}",
-        ]
+        endpoint = self._server.get_endpoint()
+        torchrun = ["--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=10", "--rdzv-backend=etcd-v3"]
+        torchrun += [f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self._run}"]
         for name in names:
             agent = Agent(name, self._folder, torchrun, [str(_SCRIPT), str(self._folder)], variables=self._login)
             self._agents[name] = agent
@@ -201,66 +159,76 @@ class Demo:
         pids = ", ".join(f"{name} (pid {self._agents[name].pid})" for name in names)
         self._say(f"torchrun agent{'s' if len(names) > 1 else ''} {pids} started")
 
+    def _live(self) -> list[Agent]:
+        return [agent for agent in self._agents.values() if not agent.lost]
+
+    def _await_round(self, world: int) -> list[str]:
+        """The agents of the next round with `world` nodes, by rank. A round changes several times: it is printed when
+        it begins, and when it is recalled."""
+        while True:
+            now = self._until(self._changed_round, f"a round of {world} nodes")
+            number, recalled = now["number"], now["recalled"]
+            self._announced.add((number, bool(recalled)))
+            if recalled or (number - 1, True) not in self._announced:  # or that was over too soon to be seen
+                self._recalled_at = concurrency.now()
+            if recalled:
+                self._say(f"round {number} is recalled: {self._named(recalled)}")
+                continue
+            hosts = {one["rank"]: one["host"] for one in now["members"] if one["rank"] is not None}
+            hosts |= {one["rank"]: one["host"] for one in now["missing"]}
+            seated = [self._named(host) for _, host in sorted(hosts.items())]
+            ranks = ", ".join(f"{name} rank {rank}" for rank, name in enumerate(seated))
+            self._say(f"round {number}: {ranks}; bootstrap at {now['address']}:{now['port']}")
+            if now["size"] == world:
+                return seated
+
+    def _changed_round(self) -> RoundsStatus | None:
+        """A round that was not printed yet; None if there is none within seconds. Raises EtcdError."""
+        now = found["status"]["rounds"] if (found := self._watch.next()) is not None else None
+        if now is None or now["closed"] or not now["size"]:
+            return None
+        return None if (now["number"], bool(now["recalled"])) in self._announced else now
+
+    def _named(self, text: str) -> str:
+        """Agents by their names in the demo, not by host and pid."""
+        for agent in self._agents.values():
+            text = text.replace(f"{socket.gethostname()} (pid {agent.pid})", agent.name)
+        return text
+
     def _reports(self) -> list[dict[str, Any]]:
         lines = self._progress.read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def _await_steps(self) -> list[dict[str, Any]]:
         """The reports of the next PHASE_STEPS steps."""
-        seen = len(self._reports())
-
-        def new() -> list[dict[str, Any]]:
-            return self._reports()[seen:]
-
-        reports = self._until(
-            lambda: now if len(now := new()) >= PHASE_STEPS else None,
-            lambda: f"{PHASE_STEPS} steps of training ({len(new())} so far)",
-        )
-        last = reports[-1]
+        end = len(self._reports()) + PHASE_STEPS
+        self._until(lambda: len(self._reports()) >= end, f"{PHASE_STEPS} steps of training")
+        last = (reports := self._reports()[-PHASE_STEPS:])[-1]
         self._say(f"training on {last['world']} nodes: step {last['step']}, loss {last['loss']:.4f}")
         return reports
 
-    def _await_end(self) -> None:
-        names = ", ".join(agent.name for agent in self._live())
-        self._until(
-            lambda: all(agent.process.poll() == 0 for agent in self._live()),
-            lambda: f"the end of {names} (at step {self._reports()[-1]['step']})",
-        )
-        self._say(f"the job is done at step {self._reports()[-1]['step']}; {names} ended with 0")
-
-    def _live(self) -> list[Agent]:
-        return [agent for agent in self._agents.values() if not agent.lost]
-
-    def _until(self, ready: Callable[[], T | None], what: Callable[[], str]) -> T:
-        """Wait until `ready` returns something true, and return that.
+    def _until(self, ready: Callable[[], T | None], what: str) -> T:
+        """Wait until `ready` returns something true, and return that. A slow machine may take any time, as long as
+        there is another training step every STALL_TIMEOUT seconds.
 
         Args:
-            what: what the demo waits for, and how far it is; printed now and then, and when it does not come. A slow
-                machine may take any time, as long as this changes every STALL_TIMEOUT seconds.
+            what: what the demo waits for; printed now and then, and when it does not come.
         """
-        last, moved_at = what(), concurrency.now()
-        report_at = moved_at + REPORT_INTERVAL
+        moved_at = report_at = concurrency.now()
+        steps = -1
         while not (result := ready()):
-            now = concurrency.now()
-            if (current := what()) != last:
-                last, moved_at = current, now
+            now, before, steps = concurrency.now(), steps, len(self._reports())
+            moved_at = now if steps != before else moved_at
             if failed := [agent for agent in self._live() if agent.process.poll()]:
                 names = ", ".join(f"{agent.name} (exit code {agent.process.poll()})" for agent in failed)
                 raise self._failure(f"these agents failed: {names}", failed)
             if now > moved_at + STALL_TIMEOUT:
-                raise self._failure(f"no progress for {STALL_TIMEOUT:g} s while waiting for {last}", self._live())
-            if now >= report_at:
-                self._say(f"... waiting for {last}")
-                report_at = now + REPORT_INTERVAL
-            self._tick.wait(0.1)
+                raise self._failure(f"no progress for {STALL_TIMEOUT:g} s while waiting for {what}", self._live())
+            if now >= report_at + REPORT_INTERVAL:
+                self._say(f"... waiting for {what} (at step {steps})")
+                report_at = now
+            concurrency.sleep(0.1)
         return result
-
-    def _check_losses(self, phases: list[list[dict[str, Any]]]) -> None:
-        losses = [sum(report["loss"] for report in phase) / len(phase) for phase in phases]
-        shown = " -> ".join(f"{loss:.4f}" for loss in losses)
-        if any(later >= earlier for earlier, later in itertools.pairwise(losses)):
-            raise self._failure(f"the loss did not keep falling: {shown}", [])
-        self._say(f"the loss kept falling through both changes: {shown}")
 
     def _failure(self, problem: str, agents: Sequence[Agent]) -> DemoError:
         """The error, with the end of these agents' logs: later lines only show how the demo ended the agents."""
@@ -275,9 +243,8 @@ def run_demo(folder: Path | None) -> None:
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="ftcoord-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
-    print(
-        f"ftcoord demo: torchrun trains on three nodes, with nothing but etcd between them. Logs: {folder}", flush=True
-    )
+    what = "torchrun trains on three nodes, with nothing but etcd between them"
+    print(f"ftcoord demo: {what}. Logs: {folder}", flush=True)
     logging.basicConfig(filename=folder / "demo.log", level=logging.INFO)
     with ExitStack() as stack:
         server = stack.enter_context(EtcdServer(log_path=str(folder / "etcd.log"), login=True))

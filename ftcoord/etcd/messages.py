@@ -1,9 +1,9 @@
 """What goes over the wire to etcd and back: messages, methods, and what a failed call means.
 
 Messages are declared at run time, with the numbers of etcd's `rpc.proto` and `kv.proto`
-(https://etcd.io/docs/v3.5/dev-guide/api_reference_v3/). Only field numbers, types and method paths go over the wire, so
-they need no generated code that ties users to one protobuf version. They have their own descriptor pools: no clash with
-another client in the same process.
+(https://etcd.io/docs/v3.5/dev-guide/api_reference_v3/). Only field numbers, types and method paths go over the wire. So
+no generated code ties users to one protobuf version, and messages of one form share a name. They have their own
+descriptor pools: no clash with another client in the same process.
 
 A write is reported as without effect (`EtcdUnavailable`) only if that is provable, because the request never left this
 process or because etcd reports that it refused it before proposing it. Any other failure of a write is
@@ -79,7 +79,8 @@ def _add_field(package: str, message: descriptor_pb2.DescriptorProto, spec: str)
 
 
 _MESSAGES: Final[dict[str, str]] = {
-    "Header": "cluster_id 1 uint64, member_id 2 uint64, revision 3 int64, raft_term 4 uint64",
+    "Empty": "",  # also for answers of which nothing is read
+    "Header": "member_id 2 uint64, revision 3 int64",
     "KeyValue": "key 1 bytes, create_revision 2 int64, mod_revision 3 int64, version 4 int64, value 5 bytes,"
     " lease 6 int64",
     "Event": "type 1 int32, kv 2 KeyValue",
@@ -87,47 +88,34 @@ _MESSAGES: Final[dict[str, str]] = {
     " sort_target 6 int32, keys_only 8 bool, count_only 9 bool",
     "RangeResponse": "header 1 Header, kvs 2 KeyValue*, count 4 int64",
     "PutRequest": "key 1 bytes, value 2 bytes, lease 3 int64",
-    "PutResponse": "header 1 Header",
     "DeleteRangeRequest": "key 1 bytes, range_end 2 bytes",
-    "DeleteRangeResponse": "header 1 Header, deleted 2 int64",
+    "DeleteRangeResponse": "deleted 2 int64",
     "RequestOp": "request_range 1 RangeRequest?request, request_put 2 PutRequest?request,"
     " request_delete_range 3 DeleteRangeRequest?request",
-    "ResponseOp": "response_range 1 RangeResponse?response, response_put 2 PutResponse?response,"
+    "ResponseOp": "response_range 1 RangeResponse?response, response_put 2 Empty?response,"
     " response_delete_range 3 DeleteRangeResponse?response",
     "Compare": "result 1 int32, target 2 int32, key 3 bytes, version 4 int64?operand, create_revision 5 int64?operand,"
     " mod_revision 6 int64?operand, value 7 bytes?operand, lease 8 int64?operand",
     "TxnRequest": "compare 1 Compare*, success 2 RequestOp*, failure 3 RequestOp*",
     "TxnResponse": "header 1 Header, succeeded 2 bool, responses 3 ResponseOp*",
     "CompactionRequest": "revision 1 int64",
-    "CompactionResponse": "header 1 Header",
     "WatchCreateRequest": "key 1 bytes, range_end 2 bytes, start_revision 3 int64, filters 5 int32*, watch_id 7 int64",
     "WatchCancelRequest": "watch_id 1 int64",
     "WatchRequest": "create_request 1 WatchCreateRequest?request, cancel_request 2 WatchCancelRequest?request",
     "WatchResponse": "header 1 Header, watch_id 2 int64, created 3 bool, canceled 4 bool, compact_revision 5 int64,"
     " cancel_reason 6 string, events 11 Event*",
-    "LeaseGrantRequest": "ttl 1 int64, id 2 int64",
-    "LeaseGrantResponse": "header 1 Header, id 2 int64, ttl 3 int64",
-    "LeaseRevokeRequest": "id 1 int64",
-    "LeaseRevokeResponse": "header 1 Header",
-    "LeaseKeepAliveRequest": "id 1 int64",
-    "LeaseKeepAliveResponse": "header 1 Header, id 2 int64, ttl 3 int64",
-    "StatusRequest": "",
-    "LeaseTimeToLiveRequest": "id 1 int64, keys 2 bool",
-    "LeaseTimeToLiveResponse": "header 1 Header, id 2 int64, ttl 3 int64, granted_ttl 4 int64",
+    "LeaseGrantRequest": "ttl 1 int64",
+    "LeaseId": "id 1 int64",
+    "Lease": "id 2 int64, ttl 3 int64, granted_ttl 4 int64",
     "StatusResponse": "header 1 Header, version 2 string, db_size 3 int64, leader 4 uint64, raft_term 6 uint64,"
     " errors 8 string*, db_size_in_use 9 int64, is_learner 10 bool, db_size_quota 12 int64",
-    "AlarmRequest": "action 1 int32",
     "AlarmMember": "member_id 1 uint64, alarm 2 int32",
-    "AlarmResponse": "header 1 Header, alarms 2 AlarmMember*",
+    "AlarmResponse": "alarms 2 AlarmMember*",
     "Member": "id 1 uint64, name 2 string",
-    "MemberListRequest": "",
-    "MemberListResponse": "header 1 Header, members 2 Member*",
-    "AuthenticateRequest": "name 1 string, password 2 string",
-    "AuthenticateResponse": "header 1 Header, token 2 string",
-    "AuthUserRequest": "name 1 string, password 2 string",
-    "AuthUserGrantRoleRequest": "user 1 string, role 2 string",
-    "AuthSwitchRequest": "",
-    "AuthResponse": "header 1 Header",
+    "MemberListResponse": "members 2 Member*",
+    "User": "name 1 string, password 2 string",
+    "Token": "token 2 string",
+    "UserRole": "user 1 string, role 2 string",
 }
 
 PUT_EVENT: Final = 0
@@ -167,21 +155,21 @@ class Method:
 
 RANGE = Method("KV/Range", "RangeRequest", "RangeResponse")
 TXN = Method("KV/Txn", "TxnRequest", "TxnResponse")
-COMPACT = Method("KV/Compact", "CompactionRequest", "CompactionResponse")
+COMPACT = Method("KV/Compact", "CompactionRequest", "Empty")
 WATCH = Method("Watch/Watch", "WatchRequest", "WatchResponse")
-GRANT = Method("Lease/LeaseGrant", "LeaseGrantRequest", "LeaseGrantResponse")
-REVOKE = Method("Lease/LeaseRevoke", "LeaseRevokeRequest", "LeaseRevokeResponse")
-KEEP_ALIVE = Method("Lease/LeaseKeepAlive", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse")
-TIME_TO_LIVE = Method("Lease/LeaseTimeToLive", "LeaseTimeToLiveRequest", "LeaseTimeToLiveResponse")
-STATUS = Method("Maintenance/Status", "StatusRequest", "StatusResponse")
-ALARMS = Method("Maintenance/Alarm", "AlarmRequest", "AlarmResponse")
-MEMBERS = Method("Cluster/MemberList", "MemberListRequest", "MemberListResponse")
-AUTHENTICATE = Method("Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse")
-USER_ADD = Method("Auth/UserAdd", "AuthUserRequest", "AuthResponse")
-USER_CHANGE_PASSWORD = Method("Auth/UserChangePassword", "AuthUserRequest", "AuthResponse")
-USER_GRANT_ROLE = Method("Auth/UserGrantRole", "AuthUserGrantRoleRequest", "AuthResponse")
-AUTH_ENABLE = Method("Auth/AuthEnable", "AuthSwitchRequest", "AuthResponse")
-AUTH_DISABLE = Method("Auth/AuthDisable", "AuthSwitchRequest", "AuthResponse")
+GRANT = Method("Lease/LeaseGrant", "LeaseGrantRequest", "Lease")
+REVOKE = Method("Lease/LeaseRevoke", "LeaseId", "Empty")
+KEEP_ALIVE = Method("Lease/LeaseKeepAlive", "LeaseId", "Lease")
+TIME_TO_LIVE = Method("Lease/LeaseTimeToLive", "LeaseId", "Lease")
+STATUS = Method("Maintenance/Status", "Empty", "StatusResponse")
+ALARMS = Method("Maintenance/Alarm", "Empty", "AlarmResponse")
+MEMBERS = Method("Cluster/MemberList", "Empty", "MemberListResponse")
+AUTHENTICATE = Method("Auth/Authenticate", "User", "Token")
+USER_ADD = Method("Auth/UserAdd", "User", "Empty")
+USER_CHANGE_PASSWORD = Method("Auth/UserChangePassword", "User", "Empty")
+USER_GRANT_ROLE = Method("Auth/UserGrantRole", "UserRole", "Empty")
+AUTH_ENABLE = Method("Auth/AuthEnable", "Empty", "Empty")
+AUTH_DISABLE = Method("Auth/AuthDisable", "Empty", "Empty")
 
 
 def key_value(raw: Any) -> KeyValue:

@@ -37,9 +37,10 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2000),  # this one is the time a connection attempt may take
     ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 10_000),  # etcd tolerates pings 5 s apart and rarer
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # what newer grpcio goes by instead
+    ("grpc.keepalive_time_ms", 6_000),  # etcd tolerates pings 5 s apart and rarer
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),  # what newer grpcio goes by instead
+    ("grpc.http2.max_pings_without_data", 0),  # a stream of watches sends nothing, and must notice a member that hangs
 )
 
 _NEEDS_LEADER = (("hasleader", "true"),)
@@ -130,15 +131,16 @@ class Transport:
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config  # never changes
-        self._owner = OwnerProcess("this etcd client belongs to the parent process")
+        self.owner = OwnerProcess("this etcd client belongs to the parent process")
         self._addresses = Addresses(config.endpoints, config.tls is not None)
-        # Guards the next five, and is never held during a call or a look-up.
+        # Guards the next six, and is never held during a call or a look-up.
         self._lock = concurrency.lock("Transport._lock")
         self._pem = _pem(config.tls) if config.tls else None  # now: a failover must not need the files
         self._index = 0  # of the address in use, among those that were found last
         self._members: dict[Address, Member] = {}
         self._has_others = len(config.endpoints) > 1  # whether another address may answer in place of this one
         self._current: Member | None = None  # the member in use; None until the next call chooses it
+        self._stream: Any = None  # the last one that was opened, of the current member or an earlier one
         with quiet_grpc():  # checks the process, and has gRPC read its settings with the first channel
             grpc.insecure_channel("127.0.0.1:1", _OPTIONS).close()
         # Held during a login, so that a thousand waiting calls log in once. Written with the lock held, but for
@@ -146,7 +148,7 @@ class Transport:
         self._token_lock = concurrency.lock("Transport._token_lock")
         self._token: str | None = None
         self._refusal, self._refused_until = "", 0.0  # guarded by _token_lock
-        self._threads = GrpcThreads()
+        self.threads = GrpcThreads()
         self.closed = concurrency.event()  # set with `_lock` not held: `member()` looks at it with the lock held
 
     def member(self, deadline: float | None = None) -> Member:
@@ -165,13 +167,13 @@ class Transport:
                 address = found[self._index]
                 if address not in self._members:
                     credentials = grpc.ssl_channel_credentials(*self._pem) if self._pem else None
-                    self._members[address] = Member(address, self.config.tls, credentials, self._threads)
+                    self._members[address] = Member(address, self.config.tls, credentials, self.threads)
                 self._current, self._has_others = self._members[address], len(found) > 1
             return self._current
 
     def current(self) -> Member | None:
         """The member in use; None if none is known to work. Raises ClientClosed."""
-        self.check_process()
+        self.owner.check()
         with self._lock:
             self._check_open()
             return self._current
@@ -180,14 +182,6 @@ class Transport:
         """With the lock held."""
         if self.closed.is_set():
             raise ClientClosed(CLIENT_CLOSED)
-
-    def is_owner(self) -> bool:
-        """False in a child that was forked after this was made."""
-        return self._owner.is_current
-
-    def check_process(self) -> None:
-        """Raises ForkedProcessError in a child that was forked after this was made."""
-        self._owner.check()
 
     def blame(self, member: Member, *, silent: bool = False) -> None:
         """Continue with the next address, with names looked up again, and with the certificates on disk now, unless
@@ -201,10 +195,13 @@ class Transport:
             if self._has_new_certificates():
                 log.info("the TLS files have changed: connecting to etcd with what they hold now")
                 self._members.clear()
-            elif silent and member.has_answered:  # half-dead: gRPC would notice after 15 s
+            elif silent and member.has_answered:  # half-dead: gRPC would notice after 10 s
                 self._members = {address: one for address, one in self._members.items() if one is not member}
             self._current = None
             self._index += 1
+            stream = self._stream
+        if stream is not None:
+            stream.cancel()  # else nobody would notice that the member is gone until a ping is not answered
         log.debug("etcd at %s failed, trying the next address", member.name)
         self._addresses.look_up_again()
 
@@ -227,11 +224,16 @@ class Transport:
         return retry(lambda: self._unary(method, request, deadline, write), (EtcdUnavailable,), deadline, self.closed)
 
     def stream(self, method: messages.Method, requests: Iterator[Any], member: Member, token: str | None) -> Any:
-        """Open a stream on `member`. Errors are raised as grpc.RpcError, for the caller to judge."""
+        """Open the stream of watches on `member`: it ends when another call blames that member. Errors are raised as
+        grpc.RpcError, for the caller to judge."""
         with self._judged(member):
             invoke = member.channel.stream_stream(method.path, method.serialize, method.parse)
-            call = invoke(self._threads.noted(requests), metadata=_metadata(token))
-            self._threads.expect(call)
+            call = invoke(self.threads.noted(requests), metadata=_metadata(token))
+            self.threads.expect(call)
+            with self._lock:
+                self._stream, is_blamed = call, self._current is not member
+            if is_blamed:
+                call.cancel()
             return call
 
     def token(self, deadline: float | None = None) -> str | None:
@@ -257,19 +259,15 @@ class Transport:
             self._token = None
 
     def close(self) -> None:
-        """Close every channel; calls in progress fail. Then call `join()`. Idempotent; does nothing in a forked
+        """Close every channel; calls in progress fail. Then call `threads.join()`. Idempotent; does nothing in a forked
         child."""
-        if not self.is_owner():
+        if not self.owner.is_current:
             return
         self.closed.set()
         with self._lock:
             members, self._members, self._current = list(self._members.values()), {}, None
         for member in members:
             member.channel.close()
-
-    def join(self, timeout: float) -> None:
-        """Wait until the calls and streams of a closed transport have ended."""
-        self._threads.join(timeout)
 
     def _unary(self, method: messages.Method, request: Any, deadline: float, write: bool) -> Any:
         member = self.member(deadline)
@@ -295,7 +293,7 @@ class Transport:
     @contextmanager
     def _judged(self, member: Member, *, write: bool = False, token: str | None = None) -> Iterator[None]:
         """Raises ftcoord's exceptions instead of gRPC's, whose long tracebacks add nothing."""
-        self._threads.enter()
+        self.threads.enter()
         began = concurrency.now()
         try:
             yield
@@ -319,7 +317,7 @@ class Transport:
             kind = OutcomeUnknown if write else EtcdUnavailable
             raise kind(f"gRPC could not call etcd: {error}; {MORE_THREADS}") from None
         finally:
-            self._threads.leave()
+            self.threads.leave()
 
     def _log_in(self, deadline: float) -> str:
         """With the token's lock held: a token, or '' if authentication is off.
@@ -333,7 +331,7 @@ class Transport:
         assert credentials is not None
         member = self.member(deadline)
         login = member.unary(messages.AUTHENTICATE)
-        request = messages.message("AuthenticateRequest")(name=credentials.user, password=credentials.password)
+        request = messages.message("User")(name=credentials.user, password=credentials.password)
         try:
             with self._judged(member):
                 return str(login(request, timeout=self._attempt_timeout(deadline, False)).token)

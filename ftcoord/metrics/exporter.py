@@ -134,7 +134,7 @@ def is_allowed_host(header: str, names: Collection[str]) -> bool:
     return True
 
 
-class MetricsServer(Closing, socketserver.TCPServer):
+class MetricsServer(Closing, socketserver.ThreadingTCPServer):
     """Serves the metrics of `collect` over HTTP, until `close()`, on bounded threads of its own.
 
     A peer that is silent or slow delays neither others nor `close()`. It does not serve in a forked child.
@@ -147,7 +147,7 @@ class MetricsServer(Closing, socketserver.TCPServer):
     Raises ServerError if it cannot listen there, and without prometheus_client.
     """
 
-    allow_reuse_address, request_queue_size = True, MOST_SCRAPERS
+    allow_reuse_address, daemon_threads, request_queue_size = True, True, MOST_SCRAPERS
 
     def __init__(self, address: MetricsAddress, collect: Collect) -> None:
         prometheus()
@@ -155,19 +155,19 @@ class MetricsServer(Closing, socketserver.TCPServer):
         self.names = {address.host.lower(), socket.gethostname().lower(), *address.host_names}  # never change
         self._lock = concurrency.lock("MetricsServer._lock")  # guards the next one
         self._peers: dict[Any, float] = {}  # when each connection ends, -inf if it was ended; the oldest first
+        where = f"{address.host}:{address.port}"
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family = found[0][0]
             super().__init__(found[0][4][:2], _Handler)  # type: ignore[arg-type]
-            fork.hide(self.fileno())
-            try:
-                concurrency.thread(self.serve_forever, "ftcoord-metrics", TURN).start()
-            except ThreadNotStarted:
-                self.server_close()
-                raise
-        except (OSError, ThreadNotStarted) as error:  # of sockets, names and files
-            where = f"{address.host}:{address.port}"
+        except OSError as error:  # of sockets, names and files
             raise ServerError(f"cannot serve metrics on {where}: {error}; choose another address") from None
+        fork.hide(self.fileno())
+        try:
+            concurrency.thread(self.serve_forever, "ftcoord-metrics", TURN).start()
+        except ThreadNotStarted as error:
+            self.server_close()
+            raise ServerError(f"cannot serve metrics on {where}: {error}") from None
         host = f"[{address.host}]" if ":" in address.host else address.host
         self.url: Final = f"{'https' if address.tls else 'http'}://{host}:{self.socket.getsockname()[1]}/metrics"
 
@@ -178,12 +178,8 @@ class MetricsServer(Closing, socketserver.TCPServer):
             self._end_until(math.inf)
             self.server_close()
 
-    def server_close(self) -> None:
-        fork.unhide(self.fileno())
-        super().server_close()
-
     def service_actions(self) -> None:
-        """Called after each connection, and every `TURN` seconds."""
+        """Once a turn of the loop."""
         self._end_until(concurrency.now())
 
     def _end_until(self, now: float, most: int = MOST_SCRAPERS) -> None:
@@ -210,18 +206,11 @@ class MetricsServer(Closing, socketserver.TCPServer):
             return
         with self._lock:
             self._peers[request] = concurrency.now() + CONNECTION_TIMEOUT
-        try:
-            concurrency.thread(self._serve, "ftcoord-scrape", request, client_address).start()
-        except ThreadNotStarted as error:
-            log.debug("a connection is not served: %s", error)
-            self.shutdown_request(request)
+        super().process_request(request, client_address)
 
-    def _serve(self, request: Any, client_address: Any) -> None:
-        try:
-            with suppress(OSError):  # the peer has gone, or was ended
-                self.finish_request(request, client_address)
-        finally:
-            self.shutdown_request(request)
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log that a connection is not served: its peer has gone, it was ended, or no thread can be started."""
+        log.debug("a connection is not served", exc_info=True)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:

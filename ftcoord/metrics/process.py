@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ftcoord import __version__, concurrency
+from ftcoord import __version__
 from ftcoord.errors import ServerError
 
 if TYPE_CHECKING:
@@ -47,7 +46,8 @@ SERIES: Final[list[Series]] = []
 
 
 class Series:
-    """A metric of this process. Thread-safe; nothing is counted before `begin_counting()`, nor in a forked child.
+    """A metric of this process. Thread-safe; nothing is counted before `begin_counting()`, nor in a forked child. Not
+    for signal handlers: prometheus_client's locks are not reentrant.
 
     Args:
         kind: its class in prometheus_client.
@@ -60,29 +60,36 @@ class Series:
         self, kind: Literal["Counter", "Gauge", "Histogram"], name: str, about: str, labels: tuple[str, ...] = ()
     ) -> None:
         self.kind, self.name, self.about, self.labels = kind, name, about, labels  # never change
+        self.made: Any = None  # by prometheus_client, while it is counted
         self.look: Callable[[], float] | None = None
         """Returns the value of a gauge that changes on its own, nan for none. Set once, when its module is loaded."""
         SERIES.append(self)
 
-    def begin(self, *labels: str) -> None:
-        """Start at 0. Prometheus sees no increase in a first value that is not 0."""
-        _count(self, labels)
+    def begin(self, *labels: str) -> Any:
+        """Start at 0: Prometheus sees no increase in a first value that is not 0. Returns what counts; None if nothing
+        does."""
+        made = self.made
+        return made.labels(*labels) if made is not None and labels else made
 
     def add(self, *labels: str) -> None:
         """Count once."""
-        _count(self, labels, "inc")
+        if (made := self.begin(*labels)) is not None:
+            made.inc()
 
     def set(self, value: float, *labels: str) -> None:
         """Set a gauge."""
-        _count(self, labels, "set", value)
+        if (made := self.begin(*labels)) is not None:
+            made.set(value)
 
     def observe(self, seconds: float, *labels: str) -> None:
         """Add one duration to a histogram."""
-        _count(self, labels, "observe", seconds)
+        if (made := self.begin(*labels)) is not None:
+            made.observe(seconds)
 
     def drop(self, *labels: str) -> None:
         """Remove a value."""
-        _count(self, labels, "remove")
+        if (made := self.made) is not None:
+            made.remove(*labels)
 
 
 Counter = partial(Series, "Counter")
@@ -122,65 +129,30 @@ REQUEST_SECONDS: Final = Histogram("ftcoord_etcd_request_seconds", "Answered req
 REQUEST_FAILURES: Final = Counter("ftcoord_etcd_request_failures", "Requests to etcd that failed.", ("method", "code"))
 
 
-class _Counting:
-    """The metrics in prometheus_client. It has a registry of its own, without those of the user's program."""
-
-    def __init__(self) -> None:
-        client = prometheus()
-        self.registry = client.CollectorRegistry(auto_describe=False)
-        client.Info("ftcoord", "The release of ftcoord.", registry=self.registry).info({"version": __version__})
-        self._made: dict[Series, Any] = {}
-        for one in SERIES:
-            more = {"buckets": SECONDS} if one.kind == "Histogram" else {}
-            make = getattr(client, one.kind)
-            self._made[one] = make(one.name, one.about, one.labels, registry=self.registry, **more)
-            if one.look is not None:
-                self._made[one].set_function(one.look)
-        self._changes: deque[tuple[Series, tuple[str, ...], str, tuple[float, ...]]] = deque()  # any thread
-        self._turn = concurrency.lock("_Counting._turn")
-
-    def count(self, series: Series, labels: tuple[str, ...], what: str, *values: float) -> None:
-        """Make a change now; or leave it to the thread that is counting: a signal handler may count in the middle of a
-        count of its own thread, which has locks of prometheus_client that are not reentrant."""
-        self._changes.append((series, labels, what, values))
-        if self._turn.acquire(blocking=False):
-            try:
-                self._make_changes()
-            finally:
-                self._turn.release()
-
-    def collect(self) -> Iterable[Metric]:
-        with self._turn:  # what was left to a thread that had just finished
-            self._make_changes()
-        found: Iterable[Metric] = self.registry.collect()
-        return found
-
-    def _make_changes(self) -> None:
-        while self._changes:
-            series, labels, what, values = self._changes.popleft()
-            made = self._made[series]
-            if what == "remove":
-                made.remove(*labels)
-                continue
-            child = made.labels(*labels) if labels else made
-            if what:
-                getattr(child, what)(*values)
-
-
-_counting: _Counting | None = None
-"""None while nothing is served."""
+_registry: Any = None
+"""prometheus_client's, without the metrics of the user's program; None while nothing is counted."""
 
 
 def begin_counting() -> None:
     """Count from now on, until `end_counting()`. Raises ServerError without prometheus_client."""
-    global _counting
-    _counting = _counting or _Counting()
+    global _registry
+    if _registry is None:
+        client = prometheus()
+        _registry = client.CollectorRegistry(auto_describe=False)
+        client.Info("ftcoord", "The release of ftcoord.", registry=_registry).info({"version": __version__})
+        for one in SERIES:
+            more = {"buckets": SECONDS} if one.kind == "Histogram" else {}
+            one.made = getattr(client, one.kind)(one.name, one.about, one.labels, registry=_registry, **more)
+            if one.look is not None:
+                one.made.set_function(one.look)
 
 
 def end_counting() -> None:
     """Forget all. A forked child begins with nothing, and with no lock that a thread of its parent holds."""
-    global _counting
-    _counting = None
+    global _registry
+    _registry = None
+    for one in SERIES:
+        one.made = None
 
 
 os.register_at_fork(after_in_child=end_counting)
@@ -190,17 +162,9 @@ def collect_process() -> Iterator[Metric]:
     """The metrics of this process; counts from now on, if it has not before. Without the time at which each counter
     began, and gauges that have no value."""
     begin_counting()
-    if (counting := _counting) is not None:
-        for family in counting.collect():
-            family.samples = [
-                one for one in family.samples if one.value == one.value and not one.name.endswith("_created")
-            ]
-            yield family
-
-
-def _count(series: Series, labels: tuple[str, ...], what: str = "", *values: float) -> None:
-    if (counting := _counting) is not None:
-        counting.count(series, labels, what, *values)
+    for family in _registry.collect():
+        family.samples = [one for one in family.samples if one.value == one.value and not one.name.endswith("_created")]
+        yield family
 
 
 def note_round(run: str, number: int, rank: int, seats: int, seconds: float) -> None:

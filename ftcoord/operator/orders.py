@@ -1,16 +1,12 @@
 """Operators' orders, from the command line or the dashboard: the target is found by name, the order is one guarded
-transaction, and the result is reported.
-
-`planned` finds the target of any of them, so that it can be shown before anything is done. `by` is who gives an order:
-the job's history records it. `timeout` is in seconds, for each request.
+transaction, and the result is reported. The job's history records who gave it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
@@ -23,8 +19,8 @@ from ftcoord.etcd.retry import TimeLimit
 from ftcoord.operator.reading import read_job
 from ftcoord.operator.report import FORMAT, Done, no_such_job
 from ftcoord.operator.status import JobKeys
-from ftcoord.primitives.group.decided_record import ordered
-from ftcoord.rendezvous.record_change import RecordChange, change_record, draining, ending
+from ftcoord.primitives.group.record import ordered
+from ftcoord.rendezvous.run_record import RecordChange, change_record, draining, ending, stopping
 
 CLOSED_TTL: Final = 3600
 """Seconds that the record of a run that never had one lives: the agents' default."""
@@ -39,9 +35,9 @@ class Order:
     """An order.
 
     Args:
-        what: evict, drain, close or kill.
+        what: evict, drain, close, stop or kill.
         job: the job.
-        name: the member, node or replica; empty to close the job.
+        name: the member, node or replica; empty to close or stop the job.
         who: who gives the order.
         reason: why; empty for no reason.
         through: where it was given, as `the page of ops@h1, from 10.0.0.7`; empty for a command.
@@ -64,35 +60,27 @@ class Order:
         return f"{done} by {self.who}{through}{reason}"
 
 
-Planned: TypeAlias = tuple[Sequence[str], Callable[[], Done]]
-"""What an order does, each a line, and the function that does it, which raises what the functions below raise."""
+Act: TypeAlias = Callable[[], Done]
+"""Carries out an order. Raises NothingThere, ConfigError, StateError and EtcdError; OutcomeUnknown if a part of it is
+done. It may be called again."""
+Planned: TypeAlias = tuple[Sequence[str], Act]
+"""What an order does, each a line, and what does it."""
 
 
 def planned(etcd: Etcd, key_prefix: str, order: Order, timeout: float) -> Planned:
-    """Find the target of an order. Raises NothingThere, ConfigError if the name matches several, StateError and
-    EtcdError."""
-    job, name, of = order.job, order.name, (etcd, key_prefix, order.job)
-    if order.what == "evict":
-        members, why = find_members(*of, name), order.why("evicted")
-        about = [f"evict {one} from {job!r}" for one in members]
-        return about, lambda: evict_members(etcd, job, members, why, order.who)
-    if order.what == "drain":
-        leaver, why = find_leavers(*of, name, force=order.force)[0], order.why("was drained")
-        # By its node: others may have gone, and a round may have begun, while the user thought about it.
-        by_node = partial(drain, *of, leaver.node, why, order.who, timeout, force=order.force)
-        return [f"have {leaver.node} on {leaver.host} leave {job!r}"], by_node
-    if order.what == "close":
-        rounds, why = _known_job(*of).rounds, order.why("closed")
-        if rounds.is_empty:
-            raise NothingThere(f"{job!r} has no rendezvous to close; its replicas end one by one: `ftcoord kill`")
-        about = [f"close {job!r} for its {len(rounds.members())} nodes: each ends with an error"]
-        return about, lambda: close_job(*of, why, order.who, timeout)
-    found = {one.owner for one in members_called(read_job(*of), name) if one.group == "quorums"}
-    if len(found) > 1:
-        raise ConfigError("REPLICA", name, f"it is the name of several: give one of {' or '.join(sorted(found)[:5])}")
-    replica, why = next(iter(found - {""}), name), order.why("killed")
-    about = [f"end the process of the manager of {replica!r} of {job!r}"]
-    return about, lambda: kill_replica(*of, replica, why, order.wait, order.who)
+    """Find the target of an order, so that it can be shown before anything is done.
+
+    Args:
+        timeout: in seconds, for each request.
+
+    Raises NothingThere, ConfigError if the name matches several, StateError and EtcdError.
+    """
+    plan = {"evict": _evict, "drain": _drain, "close": _close, "stop": _stop, "kill": _kill}[order.what]
+    return plan(etcd, key_prefix, order, timeout)
+
+
+def _done(order: Order, did: Sequence[str] = (), left: Sequence[str] = ()) -> Done:
+    return {"format": FORMAT, "job": order.job, "did": [*did], "left": [*left]}
 
 
 # -- whom a name means ----------------------------------------------------------------------------------------------
@@ -121,8 +109,7 @@ class NamedMember:
         return layout.member_of(self.kv.key)
 
     def __str__(self) -> str:
-        where = f" on {self.host}" if self.host else ""
-        return f"{self.owner}{where} (member {self.id} of the {self.group})"
+        return f"{self.owner}{self.host and f' on {self.host}'} (member {self.id} of the {self.group})"
 
 
 def members_called(keys: JobKeys, name: str) -> list[NamedMember]:
@@ -134,11 +121,6 @@ def members_called(keys: JobKeys, name: str) -> list[NamedMember]:
     members, begins = [*_named_members(keys)], name if ":" in name else f"{name}:"
     found = [one for one in members if name in (one.id, one.owner, one.host, one.host.partition(" (pid ")[0]) and name]
     return found or [one for one in members if one.group == "quorums" and one.owner.startswith(begins) and name]
-
-
-def owners(members: Sequence[NamedMember]) -> set[tuple[str, str]]:
-    """The owners of these members. An owner may have several leases; several owners may share a host's name."""
-    return {(one.group, one.owner) for one in members}
 
 
 def _named_members(keys: JobKeys) -> Iterator[NamedMember]:
@@ -158,15 +140,17 @@ def _ask_of(kv: KeyValue) -> JoinRequest | None:
     return None
 
 
-def _find(etcd: Etcd, key_prefix: str, job: str, name: str) -> tuple[JobKeys, list[NamedMember]]:
-    """A job, and its members that a name refers to, all of one owner."""
-    keys = _known_job(etcd, key_prefix, job)
-    members = members_called(keys, name)
+def _find(etcd: Etcd, key_prefix: str, order: Order) -> tuple[JobKeys, list[NamedMember]]:
+    """The job of an order, and the members that its name refers to, all of one owner."""
+    keys = _known_job(etcd, key_prefix, order.job)
+    members = members_called(keys, order.name)
     if not members:
-        raise NothingThere(f"no live member of {job!r} is called {name!r}: `ftcoord status` lists the members")
-    if len(owners(members)) > 1:
+        who = f"no live member of {order.job!r} is called {order.name!r}"
+        raise NothingThere(f"{who}: `ftcoord status` lists the members")
+    # An owner may have several leases; several owners may share a host's name.
+    if len({(one.group, one.owner) for one in members}) > 1:
         listed = " or ".join(f"{one.id} ({one.owner})" for one in members[:5])
-        raise ConfigError("NODE", name, f"it is the name of several: give the member id of {listed}")
+        raise ConfigError("NODE", order.name, f"it is the name of several: give the member id of {listed}")
     return keys, members
 
 
@@ -180,63 +164,74 @@ def _known_job(etcd: Etcd, key_prefix: str, job: str) -> JobKeys:
 # -- evict ----------------------------------------------------------------------------------------------------------
 
 
-def find_members(etcd: Etcd, key_prefix: str, job: str, name: str) -> list[NamedMember]:
-    """The members that a name refers to, all of one owner. Raises NothingThere, ConfigError if the name matches several
-    owners, and EtcdError."""
-    return _find(etcd, key_prefix, job, name)[1]
+def _evict(etcd: Etcd, key_prefix: str, order: Order, timeout: float) -> Planned:
+    """Revoke the leases of members of a job."""
+    _, members = _find(etcd, key_prefix, order)
+
+    def act() -> Done:
+        did = [one for one in members if _end_lease(etcd, one, order)]
+        told = [f"evicted {one}: the others go on; a process that lives comes back as a new member" for one in did]
+        return _done(order, told, [f"{one} was gone already" for one in members if one not in did])
+
+    return [f"evict {one} from {order.job!r}" for one in members], act
 
 
-def evict_members(etcd: Etcd, job: str, members: Sequence[NamedMember], cause: str, by: str) -> Done:
-    """Revoke the leases of members of a job; `cause` is written about each, such as `evicted by ann@desk: too slow`.
-
-    Raises EtcdError; OutcomeUnknown if a cause is written and the lease may live. It may be called again.
-    """
-    did, left = list[str](), list[str]()
-    for one in members:
-        if _evict(etcd, one, cause, by):
-            did.append(f"evicted {one}: the others go on; a process that lives comes back as a new member")
-        else:
-            left.append(f"{one} was gone already")
-    return Done(FORMAT, job, tuple(did), tuple(left))
-
-
-def _evict(etcd: Etcd, member: NamedMember, cause: str, by: str) -> bool:
+def _end_lease(etcd: Etcd, member: NamedMember, order: Order) -> bool:
     """Returns whether the member was still there.
 
     The cause is written first: without it, the others would give the member time to come back to its seat.
     """
     grave, who = etcd.grant(death_records.REMEMBERED_FOR), member.host or member.owner
-    cause = f"{who} was {cause}"
+    cause = f"{who} was {order.why('evicted')}"
     death = death_records.encode(death_records.Death(cause, int(concurrency.wall() * 1000)))
     put = Put(layout.death_key(member.prefix, member.id), death, grave.id)
     is_there = Compare(member.kv.key, "lease", "=", member.kv.lease)
-    if not etcd.txn([is_there], [put, *ordered(etcd, member.prefix, cause, target=who, by=by)]).succeeded:
+    if not etcd.txn([is_there], [put, *ordered(etcd, member.prefix, cause, target=who, by=order.who)]).succeeded:
         etcd.revoke(grave.id)
         return False
     try:
         etcd.revoke(member.kv.lease)
     except EtcdError as error:
-        raise OutcomeUnknown(
-            f"the cause of {member} is written, but its lease may still live: evict it again: {error}"
-        ) from None
+        half = f"the cause of {member} is written, but its lease may still live"
+        raise OutcomeUnknown(f"{half}: evict it again: {error}") from None
     return True
 
 
 # -- drain and close ------------------------------------------------------------------------------------------------
 
 
-def find_leavers(etcd: Etcd, key_prefix: str, job: str, name: str, *, force: bool) -> list[JoinRequest]:
-    """The requests of the members of a node that is to leave a run, oldest first.
+def _drain(etcd: Etcd, key_prefix: str, order: Order, timeout: float) -> Planned:
+    """Have a node leave a run. It and the others learn of it at once, with the record."""
+    leaver = _leavers(etcd, key_prefix, order)[0]
+    # By its node: others may have gone, and a round may have begun, while the user thought about it.
+    by_node, told = replace(order, name=leaver.node), f"{leaver.node} on {leaver.host}"
 
-    Args:
-        force: also if fewer nodes would stay than a round needs.
+    def act() -> Done:
+        why = ""
 
-    Raises NothingThere, also if too few would stay; ConfigError if the name matches several nodes, or a replica;
-    StateError and EtcdError.
-    """
-    keys, members = _find(etcd, key_prefix, job, name)
+        def change(now: RoundHead) -> RecordChange | None:
+            # Looked for after the record was read: of two operators who drain at the same moment, the second one sees
+            # what the first one did.
+            nonlocal why
+            leavers = _leavers(etcd, key_prefix, by_node)
+            why = rendezvous.why_not_drained(now, leavers)
+            return draining(now, leavers, order.why("was drained"))
+
+        prefix = layout.run_prefix(key_prefix, order.job)
+        change_record(etcd, prefix, CLOSED_TTL, change, by=order.who, within=TimeLimit(timeout))
+        drained = f"drained {told}: it leaves as soon as its agent has stopped its workers"
+        return _done(order, left=[f"{told}: {why}"]) if why else _done(order, [drained])
+
+    return [f"have {told} leave {order.job!r}"], act
+
+
+def _leavers(etcd: Etcd, key_prefix: str, order: Order) -> list[JoinRequest]:
+    """The requests of the members of a node that is to leave a run, oldest first. Raises NothingThere if too few would
+    stay, unless that is forced."""
+    keys, members = _find(etcd, key_prefix, order)
     if members[0].group != "rendezvous":
-        raise ConfigError("NODE", name, "it is a replica of a quorum, which has no rounds to leave: `ftcoord kill` it")
+        instead = "it is a replica of a quorum, which has no rounds to leave: `ftcoord kill` it"
+        raise ConfigError("NODE", order.name, instead)
     asks = [parse_join_request(one.kv.key, one.kv.value) for one in members]
     decided = keys.rounds.decided
     now = parse_decided(decided.key, decided.value) if decided is not None else NO_ROUND
@@ -244,70 +239,79 @@ def find_leavers(etcd: Etcd, key_prefix: str, job: str, name: str, *, force: boo
     live = [ask for ask in map(_ask_of, keys.rounds.members()) if ask is not None]
     stay = {ask.node for ask in live if ask.limits == limits}
     stay -= {*now.drained, *(ask.node for ask in asks)}
-    if len(stay) < limits[0] and not force:
-        raise NothingThere(
-            f"{len(stay)} of at least {counted(limits[0], 'node')} would be left of {job!r}, too few for a round:"
-            " start another node first, or force it (--force)"
-        )
+    if len(stay) < limits[0] and not order.force:
+        left = f"{len(stay)} of at least {counted(limits[0], 'node')} would be left of {order.job!r}"
+        raise NothingThere(f"{left}, too few for a round: start another node first, or force it (--force)")
     return asks
 
 
-def drain(
-    etcd: Etcd, key_prefix: str, job: str, name: str, reason: str, by: str, timeout: float, *, force: bool
-) -> Done:
-    """Have a node leave a run; `reason` is written about it, after the name of its host. It and the others learn of it
-    at once, with the record.
+def _close(etcd: Etcd, key_prefix: str, order: Order, timeout: float) -> Planned:
+    """End a run for all of its nodes."""
+    rounds, prefix = _known_job(etcd, key_prefix, order.job).rounds, layout.run_prefix(key_prefix, order.job)
+    if rounds.is_empty:
+        raise NothingThere(f"{order.job!r} has no rendezvous to close; its replicas end one by one: `ftcoord kill`")
 
-    Whether enough nodes stay is checked after the record to be replaced was read: so of two operators who drain at the
-    same moment, the second one sees what the first one did.
+    def act() -> Done:
+        over, why = "", order.why("closed")
 
-    Raises what `find_leavers` raises.
-    """
-    node = why = ""
+        def change(now: RoundHead) -> RecordChange | None:
+            nonlocal over
+            over = now.closed
+            return ending(prefix, now, why, rendezvous_records.CLOSED)
 
-    def change(now: RoundHead) -> RecordChange | None:
-        nonlocal node, why
-        asks = find_leavers(etcd, key_prefix, job, name, force=force)
-        node, why = f"{asks[0].node} on {asks[0].host}", rendezvous.why_not_drained(now, asks)
-        return draining(now, asks, reason)
+        change_record(etcd, prefix, CLOSED_TTL, change, by=order.who, within=TimeLimit(timeout))
+        if over:
+            return _done(order, left=[f"it was over already: {over}"])
+        return _done(order, [f"closed {order.job!r}: {why}"])
 
-    change_record(etcd, layout.run_prefix(key_prefix, job), CLOSED_TTL, change, by=by, within=TimeLimit(timeout))
-    if why:
-        return Done(FORMAT, job, (), (f"{node}: {why}",))
-    return Done(FORMAT, job, (f"drained {node}: it leaves as soon as its agent has stopped its workers",))
+    return [f"close {order.job!r} for its {len(rounds.members())} nodes: each ends with an error"], act
 
 
-def close_job(etcd: Etcd, key_prefix: str, job: str, reason: str, by: str, timeout: float) -> Done:
-    """End a run for all of its nodes. Raises StateError if the record is not ftcoord's, and EtcdError."""
-    over, prefix = "", layout.run_prefix(key_prefix, job)
+def _stop(etcd: Etcd, key_prefix: str, order: Order, timeout: float) -> Planned:
+    """Have all ranks of a run stop at an agreed step: see `ftcoord.stop`."""
+    prefix = layout.run_prefix(key_prefix, order.job)
+    if _known_job(etcd, key_prefix, order.job).rounds.is_empty:
+        raise NothingThere(f"{order.job!r} has no rendezvous whose ranks could stop together")
 
-    def change(now: RoundHead) -> RecordChange | None:
-        nonlocal over
-        over = now.closed
-        return ending(prefix, now, reason, rendezvous_records.CLOSED, speaks=True)
+    def act() -> Done:
+        left, why = "", order.why("stop asked")
 
-    change_record(etcd, prefix, CLOSED_TTL, change, by=by, within=TimeLimit(timeout))
-    if over:
-        return Done(FORMAT, job, (), (f"it was over already: {over}",))
-    return Done(FORMAT, job, (f"closed {job!r}: {reason}",))
+        def change(now: RoundHead) -> RecordChange | None:
+            nonlocal left
+            left = rendezvous.why_not_stopped(now)
+            return stopping(now, why)
+
+        change_record(etcd, prefix, CLOSED_TTL, change, by=order.who, within=TimeLimit(timeout))
+        if left:
+            return _done(order, left=[left])
+        return _done(order, [f"asked all ranks of {order.job!r} to stop at one agreed step: {why}"])
+
+    return [f"have all ranks of {order.job!r} stop at one agreed step"], act
 
 
 # -- kill -----------------------------------------------------------------------------------------------------------
 
 
-def kill_replica(etcd: Etcd, key_prefix: str, job: str, replica: str, message: str, wait: float, by: str) -> Done:
-    """End the process of a replica's manager, and wait at most `wait` seconds until its member is gone.
+def _kill(etcd: Etcd, key_prefix: str, order: Order, timeout: float) -> Planned:
+    """End the process of a replica's manager, and wait until its member is gone."""
+    job, name, prefix = order.job, order.name, layout.quorum_prefix(key_prefix, order.job)
+    found = {one.owner for one in members_called(read_job(etcd, key_prefix, job), name) if one.group == "quorums"}
+    if len(found) > 1:
+        raise ConfigError("REPLICA", name, f"it is the name of several: give one of {' or '.join(sorted(found)[:5])}")
+    replica, why = next(iter(found - {""}), name), order.why("killed")
 
-    Raises NothingThere and EtcdError.
-    """
-    from ftcoord.coordination.kills import order_kill  # only here: it brings what managers need
+    def act() -> Done:
+        from ftcoord.coordination.kills import order_kill  # only here: it brings what managers need
 
-    prefix = layout.quorum_prefix(key_prefix, job)
-    try:
-        record = ordered(etcd, prefix, f"{replica}: {message}", target=replica, by=by)
-        order_kill(etcd, prefix, replica, message, concurrency.now() + wait, also=record)
-    except NotInQuorum:
-        raise NothingThere(f"no live replica of {job!r} is called {replica!r}: `ftcoord status` lists them") from None
-    except TimeoutError as error:
-        raise NothingThere(f"{replica!r} was not killed in time: {error}") from None
-    return Done(FORMAT, job, (f"killed the manager of {replica!r}: {message}",))
+        try:
+            record = ordered(etcd, prefix, f"{replica}: {why}", target=replica, by=order.who)
+            order_kill(etcd, prefix, replica, why, concurrency.now() + order.wait, also=record)
+        except NotInQuorum:
+            raise NothingThere(
+                f"no live replica of {job!r} is called {replica!r}: `ftcoord status` lists them"
+            ) from None
+        except TimeoutError as error:
+            raise NothingThere(f"{replica!r} was not killed in time: {error}") from None
+        return _done(order, [f"killed the manager of {replica!r}: {why}"])
+
+    return [f"end the process of the manager of {replica!r} of {job!r}"], act

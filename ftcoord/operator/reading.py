@@ -61,21 +61,17 @@ def with_leases(time_left: Callable[[int], tuple[int, int]], status: JobStatus, 
             raises is passed on.
     """
 
-    def leased(members: Sequence[Member]) -> tuple[Member, ...]:
-        found = {one.member: time_left(int(one.member, 16)) for one in foremost(members, most)}
-        return tuple(
-            replace(one, lease_left=lease[0], lease_ttl=lease[1])
-            if (lease := found.get(one.member, (-1, 0)))[0] >= 0
-            else one
-            for one in members
-        )
+    def leased(members: list[Member]) -> list[Member]:
+        found = {one["member"]: time_left(int(one["member"], 16)) for one in foremost(members, most)}
+        left = [(one, found.get(one["member"], (-1, 0))) for one in members]
+        return [{**one, "lease_left": lease[0], "lease_ttl": lease[1]} if lease[0] >= 0 else one for one, lease in left]
 
-    rounds, quorum = status.rounds, status.quorum
-    return replace(
-        status,
-        rounds=rounds and replace(rounds, members=leased(rounds.members)),
-        quorum=quorum and replace(quorum, replicas=leased(quorum.replicas)),
-    )
+    rounds, quorum = status["rounds"], status["quorum"]
+    return {
+        **status,
+        "rounds": rounds and {**rounds, "members": leased(rounds["members"])},
+        "quorum": quorum and {**quorum, "replicas": leased(quorum["replicas"])},
+    }
 
 
 # -- all jobs -------------------------------------------------------------------------------------------------------
@@ -98,7 +94,7 @@ def read_jobs(etcd: Etcd, key_prefix: str) -> JobList:
     Costs a few requests for each, and its members; the contents of their stores are skipped.
     """
     found = (status_of(read_job(etcd, key_prefix, job), Rules()) for job in job_ids(etcd, key_prefix))
-    return JobList(FORMAT, key_prefix, tuple(map(line_of, found)))
+    return {"format": FORMAT, "key_prefix": key_prefix, "jobs": [*map(line_of, found)]}
 
 
 # -- one job as it changes ------------------------------------------------------------------------------------------
@@ -185,16 +181,16 @@ class JobWatch(Closing):
         if self.keys is None:
             return None  # etcd answers, and the keys are on their way
         if last is not None and before == (self.keys, self._timers):  # a job may have ten thousand members
-            status = last.status
+            status = last["status"]
         else:
             status = status_of(replace(self.keys, timers=self._timers), self._rules)
-        self.last = Watched(FORMAT, self._job, not error, error, status)
+        self.last = {"format": FORMAT, "job": self._job, "connected": not error, "error": error, "status": status}
         return self.last if last is None or self._gist(last) != self._gist(self.last) else None
 
     def _probe(self) -> JobKeys | None:
         """Check whether etcd answers; if it did not, also read the job, since it is unknown what was missed."""
         self._etcd.range(Get(layout.run_span(self._prefix), limit=1, keys_only=True), timeout=PROBE)
-        return self._read() if self.last is not None and not self.last.connected else None
+        return self._read() if self.last is not None and not self.last["connected"] else None
 
     def _look_for_timers(self) -> None:
         """Raises EtcdError, within `PROBE` seconds."""
@@ -206,9 +202,9 @@ class JobWatch(Closing):
 
     def _gist(self, one: Watched) -> object:
         """What is compared: all but etcd's revision, and the text of an error. Leases are not followed."""
-        status = one.status
-        timers = [timer for timer in status.timers if self._every_timer or timer.standing != "running"]
-        return one.connected, status.rounds, status.quorum, status.unreadable, timers
+        status = one["status"]
+        timers = [timer for timer in status["timers"] if self._every_timer or timer["standing"] != "running"]
+        return one["connected"], status["rounds"], status["quorum"], status["unreadable"], timers
 
 
 # -- the metrics of all runs ------------------------------------------------------------------------------------------
@@ -227,15 +223,15 @@ STATE: Final = ("ftcoord_run_state", "1 for the state of the run's rounds and of
 
 
 def _is_ready(rounds: RoundsStatus) -> bool:
-    return rounds.ready and not rounds.recalled and not rounds.closed
+    return rounds["ready"] and not rounds["recalled"] and not rounds["closed"]
 
 
 def _waiting(rounds: RoundsStatus) -> int:
-    return sum(one.standing in WAITING for one in rounds.members)
+    return sum(one["standing"] in WAITING for one in rounds["members"])
 
 
 def _behind(quorum: QuorumStatus) -> int:
-    return sum(one.behind > 0 for one in quorum.replicas)
+    return sum(one["behind"] > 0 for one in quorum["replicas"])
 
 
 OF_RUN: Final[Sequence[tuple[str, str, str, str | Callable[[Any], int]]]] = (
@@ -288,16 +284,20 @@ class RunsCollector:
 
 def families_of(runs: Iterable[JobStatus]) -> Iterator[Metric]:
     """The metrics of runs."""
-    found = [one for one in runs if one.exists]
-    states = {(one.job, *(part.state if part else "" for part in (one.rounds, one.quorum))): 1.0 for one in found}
-    yield _gauge(*STATE, states, ("run", "rounds", "quorum"))
+    found: list[Any] = [one for one in runs if one["exists"]]
+    yield _gauge(*STATE, {_states(one): 1.0 for one in found}, ("run", "rounds", "quorum"))
     for name, about, part, value in OF_RUN:
         numbers = dict[tuple[str, ...], float]()
         for one in found:
-            if (of := getattr(one, part) if part else one) is not None:
-                number = value(of) if callable(value) else getattr(of, value)
-                numbers[one.job,] = float(len(number) if isinstance(number, tuple) else number)
+            if (of := one[part] if part else one) is not None:
+                number = value(of) if callable(value) else of[value]
+                numbers[one["job"],] = float(len(number) if isinstance(number, list) else number)
         yield _gauge(name, about, numbers, RUN)
+
+
+def _states(one: JobStatus) -> tuple[str, ...]:
+    """A run, and the states of its parts."""
+    return (one["job"], *(part["state"] if part else "" for part in (one["rounds"], one["quorum"])))
 
 
 def _gauge(name: str, about: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Metric:

@@ -1,12 +1,12 @@
-"""The reports for operators: plain values, which are the commands' JSON. docs/cli.md describes each field.
+"""The reports for operators, which are the commands' JSON as it is. docs/cli.md describes each field.
 
-Fields are only added; removing one, or changing its meaning, needs another `FORMAT`.
+Fields are only added; removing one, or changing its meaning, needs another `FORMAT`. A report is not changed once it is
+made.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar
 
 from ftcoord.core.rendezvous_records import WorkerFailure
 
@@ -16,11 +16,20 @@ FORMAT: Final = 1
 UNCOUNTED: Final = frozenset({"refused", "replaced", "draining"})
 """The standings of members that live, and that no decider counts for the next round or quorum."""
 
+R = TypeVar("R")
+
+
+def made_of(record: object, kind: type[R], **others: Any) -> R:
+    """A report of this kind: the fields in `others`, and all others from a record, which has them under the same
+    names."""
+    made: Any = {name: others[name] if name in others else getattr(record, name) for name in kind.__annotations__}
+    return made  # type: ignore[no-any-return]
+
+
 Decision: TypeAlias = Literal["wait", "publish", "withheld"]
 
 
-@dataclass(frozen=True, slots=True)
-class NextDecision:
+class NextDecision(TypedDict):
     """What a decider that sees these keys decides now.
 
     Args:
@@ -32,19 +41,17 @@ class NextDecision:
 
     decision: Decision
     reason: str
-    rule: str = ""
+    rule: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unreadable:
+class Unreadable(TypedDict):
     """A key that does not count, because this version of ftcoord cannot read it, and why."""
 
     key: str
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStatus:
+class NodeStatus(TypedDict):
     """A live member of a rendezvous.
 
     Args:
@@ -66,12 +73,11 @@ class NodeStatus:
     standing: str
     said: str
     since_revision: int
-    lease_left: int | None = None
-    lease_ttl: int | None = None
+    lease_left: int | None
+    lease_ttl: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class MissingNode:
+class MissingNode(TypedDict):
     """A node that has a seat in the last round and is gone. `cause` is empty while none is known."""
 
     rank: int
@@ -81,8 +87,7 @@ class MissingNode:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class RoundsStatus:
+class RoundsStatus(TypedDict):
     """The rendezvous of a run.
 
     Args:
@@ -113,12 +118,11 @@ class RoundsStatus:
     outcome: str
     before: str
     next: NextDecision
-    members: tuple[NodeStatus, ...]
-    missing: tuple[MissingNode, ...]
+    members: list[NodeStatus]
+    missing: list[MissingNode]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
+class ReplicaStatus(TypedDict):
     """A live member of a job's quorums.
 
     Args:
@@ -147,14 +151,13 @@ class ReplicaStatus:
     world_size: int
     address: str
     since_revision: int
-    lease_left: int | None = None
-    lease_ttl: int | None = None
-    heals_from: str = ""
-    store_address: str = ""
+    lease_left: int | None
+    lease_ttl: int | None
+    heals_from: str
+    store_address: str
 
 
-@dataclass(frozen=True, slots=True)
-class MissingReplica:
+class MissingReplica(TypedDict):
     """A replica that has a seat in the last quorum and is gone. `cause` is empty while none is known."""
 
     rank: int
@@ -163,8 +166,7 @@ class MissingReplica:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class QuorumStatus:
+class QuorumStatus(TypedDict):
     """The quorums of a job.
 
     Args:
@@ -189,12 +191,11 @@ class QuorumStatus:
     created: float
     min_replicas: int
     next: NextDecision
-    replicas: tuple[ReplicaStatus, ...]
-    missing: tuple[MissingReplica, ...]
+    replicas: list[ReplicaStatus]
+    missing: list[MissingReplica]
 
 
-@dataclass(frozen=True, slots=True)
-class TimerStatus:
+class TimerStatus(TypedDict):
     """An expiration timer that a worker holds.
 
     Args:
@@ -217,8 +218,7 @@ class TimerStatus:
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class JobStatus:
+class JobStatus(TypedDict):
     """The status of one job.
 
     Args:
@@ -240,12 +240,11 @@ class JobStatus:
     healthy: bool
     rounds: RoundsStatus | None
     quorum: QuorumStatus | None
-    unreadable: tuple[Unreadable, ...]
-    timers: tuple[TimerStatus, ...] = ()
+    unreadable: list[Unreadable]
+    timers: list[TimerStatus]
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
+class Watched(TypedDict):
     """What a watch reports about a job when something has changed.
 
     Args:
@@ -263,8 +262,7 @@ class Watched:
     status: JobStatus
 
 
-@dataclass(frozen=True, slots=True)
-class JobLine:
+class JobLine(TypedDict):
     """One job of a list.
 
     Args:
@@ -288,17 +286,15 @@ class JobLine:
     note: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobList:
+class JobList(TypedDict):
     """The jobs of one etcd below one key prefix, in the byte order of their ids as spelled in keys."""
 
     format: int
     key_prefix: str
-    jobs: tuple[JobLine, ...]
+    jobs: list[JobLine]
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(TypedDict):
     """What a command did, or found already done.
 
     Args:
@@ -310,12 +306,11 @@ class Done:
 
     format: int
     job: str
-    did: tuple[str, ...]
-    left: tuple[str, ...] = ()
+    did: list[str]
+    left: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(TypedDict):
     """One thing that was examined.
 
     Args:
@@ -328,20 +323,18 @@ class Finding:
     level: str
     about: str
     found: str
-    do: str = ""
+    do: str
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
+class Examination(TypedDict):
     """The findings about an etcd cluster, problems first. `healthy` if there are none."""
 
     format: int
     healthy: bool
-    findings: tuple[Finding, ...]
+    findings: list[Finding]
 
 
-@dataclass(frozen=True, slots=True)
-class JobEvent:
+class JobEvent(TypedDict):
     """Something that happened to a job.
 
     Args:
@@ -371,17 +364,15 @@ class JobEvent:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class JobHistory:
+class JobHistory(TypedDict):
     """The history of a job, oldest first, as far as it is kept."""
 
     format: int
     job: str
-    events: tuple[JobEvent, ...]
+    events: list[JobEvent]
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(TypedDict):
     """Why a job is in its present state.
 
     Args:
@@ -399,24 +390,19 @@ class Explanation:
     format: int
     job: str
     healthy: bool
-    happened: str = ""
-    first: JobEvent | None = None
-    followed: int = 0
-    lost: str = ""
-    now: str = ""
-    do: str = ""
+    happened: str
+    first: JobEvent | None
+    followed: int
+    lost: str
+    now: str
+    do: str
 
-    @property
-    def text(self) -> str:
-        """All of it as one paragraph."""
-        return " ".join(part for part in (self.happened, self.lost, self.now, self.do) if part)
+
+def paragraph(found: Explanation) -> str:
+    """All of it."""
+    return " ".join(part for part in (found["happened"], found["lost"], found["now"], found["do"]) if part)
 
 
 def no_such_job(job: str) -> str:
     """The text for a job that etcd does not have. Characters that could move a terminal's cursor are escaped."""
     return f"etcd has no key of a job {job!r}: it never began, or its run_ttl is over; `ftcoord ls` lists all"
-
-
-def plain(report: Any) -> dict[str, Any]:
-    """The fields of a value; nested values are unchanged. `json.dumps` takes this as its `default`."""
-    return {name: getattr(report, name) for name in type(report).__dataclass_fields__}

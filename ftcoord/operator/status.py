@@ -9,22 +9,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final, Generic, TypeVar
 
-from ftcoord.core import death_records, layout, manager_address, recovery, rendezvous, strict
-from ftcoord.core import quorum as quorum_rules
-from ftcoord.core import rendezvous_records as records
+from ftcoord.core import (
+    death_records,
+    layout,
+    manager_address,
+    quorum as quorum_rules,
+    recovery,
+    rendezvous,
+    rendezvous_records as records,
+    strict,
+)
 from ftcoord.core.history import HistoryEvent
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, attendance, failing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, ReplicaRecord, parse_quorum, parse_replica
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, ends_of
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round
-from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation, ends_of, limits_of
 from ftcoord.core.timers import Timer, Worker, parse_timers
 from ftcoord.core.verdict import Publish, Standing, Verdict
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue, is_member
 from ftcoord.operator import report
+from ftcoord.operator.report import made_of
 
 Member = TypeVar("Member", report.NodeStatus, report.ReplicaStatus)
 R = TypeVar("R", JoinRequest, ReplicaRecord)
@@ -63,10 +71,9 @@ class GroupKeys:
         def below(span: layout.Span) -> list[KeyValue]:
             return [kv for key, kv in kvs.items() if key in span]
 
-        head = layout.decided_key(prefix)
         return cls(
             prefix,
-            decided=kvs.get(head),
+            decided=kvs.get(layout.decided_key(prefix)),
             seats={kv.key: kv for kv in below(layout.all_seats_span(prefix))},
             below_members=tuple(sorted(below(layout.members_span(prefix)), key=attrgetter("create_revision"))),
             deaths=tuple(below(layout.deaths_span(prefix))),
@@ -89,6 +96,9 @@ class GroupKeys:
         return {member: one.cause for member, one in known.items()}
 
 
+_NO_MEMBER: Final = "is not under the lease of its name, so it is no member's key"
+
+
 class Members(Generic[R]):
     """The records of a group's members.
 
@@ -106,9 +116,7 @@ class Members(Generic[R]):
                 if is_member(kv):
                     self.live.append((kv, parse(kv.key, kv.value)))
                 else:
-                    self.odd.append(
-                        report.Unreadable(kv.key, "is not under the lease of its name, so it is no member's key")
-                    )
+                    self.odd.append({"key": kv.key, "problem": _NO_MEMBER})
             except StateError as error:
                 self._refuse(kv, error)
 
@@ -130,7 +138,7 @@ class Members(Generic[R]):
                 self._refuse(kv, error)
 
     def _refuse(self, kv: KeyValue, error: StateError) -> None:
-        self.odd.append(report.Unreadable(kv.key, str(error)))
+        self.odd.append({"key": kv.key, "problem": str(error)})
         self.unread.add(layout.member_of(kv.key))
 
 
@@ -189,54 +197,54 @@ def status_of(keys: JobKeys, rules: Rules) -> report.JobStatus:
     rounds = None if keys.rounds.is_empty else _rounds(keys.rounds, rules.rounds, unreadable)
     quorum = None if keys.quorum.is_empty else _quorums(keys.quorum, rules.quorum, unreadable)
     timers = _timers(keys.timers, unreadable)
-    return report.JobStatus(
-        format=report.FORMAT,
-        job=keys.job,
-        revision=keys.revision,
-        exists=keys.exists,
-        healthy=keys.exists and not unreadable and all(one is None or one.healthy for one in (rounds, quorum)),
-        rounds=rounds,
-        quorum=quorum,
-        unreadable=tuple(unreadable),
-        timers=tuple(timers),
-    )
+    healthy = keys.exists and not unreadable and all(one is None or one["healthy"] for one in (rounds, quorum))
+    parts = {"rounds": rounds, "quorum": quorum, "unreadable": unreadable, "timers": timers}
+    return made_of(keys, report.JobStatus, format=report.FORMAT, healthy=healthy, **parts)
 
 
 def line_of(status: report.JobStatus) -> report.JobLine:
     """The line about a job that has rounds or quorums."""
-    rounds, quorum, state, note = status.rounds, status.quorum, "other", ""
-    standings = [one.standing for one in rounds.members] if rounds else []
-    standings += [one.standing for one in quorum.replicas] if quorum else []
+    rounds, quorum, state, note = status["rounds"], status["quorum"], "other", ""
+    standings = [one["standing"] for one in rounds["members"]] if rounds else []
+    standings += [one["standing"] for one in quorum["replicas"]] if quorum else []
     if rounds is not None:
-        state = "degraded" if rounds.missing and rounds.state in ("running", "seating") else rounds.state
-        note = rounds.closed or rounds.recalled or rounds.before or ("" if rounds.healthy else rounds.next.reason)
+        state = "degraded" if rounds["missing"] and rounds["state"] in ("running", "seating") else rounds["state"]
+        note = rounds["closed"] or rounds["recalled"] or rounds["before"]
+        note = note or ("" if rounds["healthy"] else rounds["next"]["reason"])
     elif quorum is not None:
-        state, note = quorum.state, "" if quorum.healthy else quorum.next.reason
-        if quorum.id and state in ("training", "forming"):  # between two steps of a healthy job some replicas ask
-            state = "training" if quorum.healthy else "degraded"
-    return report.JobLine(
-        job=status.job,
-        state=state,
-        round=rounds.number if rounds else None,
-        nodes=rounds.size if rounds else None,
-        quorum=quorum.id if quorum else None,
-        replicas=quorum.size if quorum else None,
-        members=sum(standing not in report.UNCOUNTED for standing in standings),
-        note=note,
-    )
+        state, note = quorum["state"], "" if quorum["healthy"] else quorum["next"]["reason"]
+        if quorum["id"] and state in ("training", "forming"):  # between two steps of a healthy job some replicas ask
+            state = "training" if quorum["healthy"] else "degraded"
+    return {
+        "job": status["job"],
+        "state": state,
+        "round": rounds["number"] if rounds else None,
+        "nodes": rounds["size"] if rounds else None,
+        "quorum": quorum["id"] if quorum else None,
+        "replicas": quorum["size"] if quorum else None,
+        "members": sum(standing not in report.UNCOUNTED for standing in standings),
+        "note": note,
+    }
 
 
-def foremost(members: Sequence[Member], most: int | None) -> Sequence[Member]:
+def foremost(members: list[Member], most: int | None) -> list[Member]:
     """The first `most` members; None for all. If not all can be shown, those in another standing than the majority come
     first: among ten thousand, an operator looks for these."""
     if most is None or len(members) <= most:
         return members
-    usual = Counter(one.standing for one in members).most_common(1)[0][0]
-    return sorted(members, key=lambda one: one.standing == usual)[:most]
+    usual = Counter(one["standing"] for one in members).most_common(1)[0][0]
+    return sorted(members, key=lambda one: one["standing"] == usual)[:most]
 
 
 def _next(verdict: Verdict[Any]) -> report.NextDecision:
-    return report.NextDecision("publish" if isinstance(verdict, Publish) else "wait", verdict.reason, verdict.rule)
+    decision: report.Decision = "publish" if isinstance(verdict, Publish) else "wait"
+    return {"decision": decision, "reason": verdict.reason, "rule": verdict.rule}
+
+
+def _withheld(error: StateError, odd: list[report.Unreadable]) -> report.NextDecision:
+    """What is decided where the decided record, or its seats, cannot be read, which is added."""
+    odd.append({"key": error.key, "problem": str(error)})
+    return {"decision": "withheld", "reason": str(error), "rule": ""}
 
 
 def _last_death(keys: GroupKeys) -> str:
@@ -247,14 +255,9 @@ def _last_death(keys: GroupKeys) -> str:
     return f"no member is left; the last one ended before the first decision: {causes[-1]}"
 
 
-def _copied(source: object, *names: str) -> dict[str, Any]:
-    """The fields of a record that a status has under the same names."""
-    return {name: getattr(source, name) for name in names}
-
-
-def _ranked(members: Iterable[Member]) -> tuple[Member, ...]:
+def _ranked(members: Iterable[Member]) -> list[Member]:
     """Those with a rank first."""
-    return tuple(sorted(members, key=lambda one: (one.rank is None, one.rank or 0)))
+    return sorted(members, key=lambda one: (one["rank"] is None, one["rank"] or 0))
 
 
 # -- rounds ---------------------------------------------------------------------------------------------------------
@@ -281,32 +284,31 @@ def _rounds(keys: GroupKeys, options: RoundOptions, unreadable: list[report.Unre
         previous = _last_round(keys)
         members.check_numbers(keys.decided, previous.number if previous else 0)
     except StateError as error:
-        members.odd.append(report.Unreadable(error.key, str(error)))
-        state, previous, next_ = "unreadable", None, report.NextDecision("withheld", str(error))
+        state, previous, next_ = "unreadable", None, _withheld(error, members.odd)
     else:
         candidates = [RoundCandidate(layout.member_of(kv.key), ask, NOW) for kv, ask in members.live]
         seen = RoundSituation(candidates, NOW, previous, NOW, deaths=causes, gone_since=NOW, unreadable=members.unread)
-        limits, state = limits_of(seen), _state_of_rounds(previous, [ask for _, ask in members.live])
+        limits, state = seen.limits, _state_of_rounds(previous, [ask for _, ask in members.live])
         next_ = _next(rendezvous.decide(seen, options, NOW))
     unreadable += members.odd
     newest, live = {ask.node: kv for kv, ask in members.live}, {_holder(kv, ask) for kv, ask in members.live}
     round_ = previous or Round.of(NO_ROUND)
     # Nobody is missing from a round that is over or recalled: live nodes join the next one.
     seats = () if round_.closed or round_.recalled else round_.seats
-    gone = [(rank, seat) for rank, seat in enumerate(seats) if seat.member not in live]
+    gone = ((rank, seat) for rank, seat in enumerate(seats) if seat.member not in live)
+    missing = [made_of(one, report.MissingNode, rank=rank, cause=causes.get(one.member, "")) for rank, one in gone]
     fewest, most = limits if limits != (0, 0) else round_.limits
-    return report.RoundsStatus(
+    is_running = state == "running" and not missing and next_["decision"] == "wait"
+    return made_of(
+        round_,
+        report.RoundsStatus,
         state=state,
-        healthy=state == "finished" or (state == "running" and not gone and next_.decision == "wait"),
+        healthy=state in records.DONE or is_running,
         min_nodes=fewest,
         max_nodes=most,
-        next=replace(next_, reason=_last_death(keys) or next_.reason),
+        next={**next_, "reason": _last_death(keys) or next_["reason"]},
         members=_ranked(_node(previous, kv, ask, limits, kv is newest[ask.node]) for kv, ask in members.live),
-        missing=tuple(
-            report.MissingNode(rank, **_copied(seat, "node", "host", "member"), cause=causes.get(seat.member, ""))
-            for rank, seat in gone
-        ),
-        **_copied(round_, "number", "size", "ready", "address", "port", "recalled", "closed", "outcome", "before"),
+        missing=missing,
     )
 
 
@@ -351,13 +353,16 @@ def _holder(kv: KeyValue, ask: JoinRequest) -> str:
 def _node(
     previous: Round | None, kv: KeyValue, ask: JoinRequest, limits: tuple[int, int], is_newest: bool
 ) -> report.NodeStatus:
-    return report.NodeStatus(
+    return made_of(
+        ask,
+        report.NodeStatus,
         rank=previous.ranks.get(_holder(kv, ask)) if previous else None,
         member=layout.member_of(kv.key),
         standing=_standing_of_node(previous, _holder(kv, ask), ask, limits) if is_newest else "replaced",
         said="; ".join(one.line for one in ask.failed),
         since_revision=kv.create_revision,
-        **_copied(ask, "node", "host"),
+        lease_left=None,
+        lease_ttl=None,
     )
 
 
@@ -394,8 +399,7 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
             previous = parse_quorum(keys.decided.key, keys.decided.value)
         members.check_numbers(keys.decided, max(previous.number, previous.id) if previous else 0)
     except StateError as error:
-        members.odd.append(report.Unreadable(error.key, str(error)))
-        previous, next_, state = None, report.NextDecision("withheld", str(error)), "unreadable"
+        previous, next_, state = None, _withheld(error, members.odd), "unreadable"
     else:
         fewest = max([options.min_replicas, *(one.min_replicas for _, one in members.live)])
         options = replace(options, min_replicas=fewest)
@@ -403,30 +407,32 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
     quorum = previous or NO_QUORUM
     replicas = [_candidate(kv, record) for kv, record in members.live]
     statuses, live, fewest = _replicas(quorum, replicas), {_name(one) for one in replicas}, options.min_replicas
+    asking = {one["replica_id"] for one in statuses if one["standing"] == "asking"}
     if next_ is None:
         seen = QuorumSituation(replicas, previous, NOW, unreadable=len(members.unread))
         next_ = _next(quorum_rules.decide(seen, options, NOW))
-        asking = {one.replica_id for one in statuses if one.standing == "asking"}
-        if next_.decision == "wait" and (len(live) < fewest or not asking):
+        if next_["decision"] == "wait" and (len(live) < fewest or not asking):
             more = f"; start {fewest - len(live)} more" if len(live) < fewest else ""
-            next_ = replace(next_, reason=f"{attendance([*asking], len(live), fewest)}{more}")
+            next_ = {**next_, "reason": f"{attendance([*asking], len(live), fewest)}{more}"}
+        state = "empty" if not statuses else "forming" if asking else "training" if previous else "idle"
     trouble, causes = failing(quorum, fewest), keys.causes()
-    gone = [(rank, seat) for rank, seat in enumerate(quorum.seats) if _name(seat) not in live]
-    if state != "unreadable":
-        is_asked = any(one.standing == "asking" for one in statuses)
-        state = "empty" if not statuses else "forming" if is_asked else "training" if previous else "idle"
-    return report.QuorumStatus(
+    missing: list[report.MissingReplica] = [
+        {"rank": rank, "replica_id": _name(one), "member": one.member, "cause": causes.get(one.member, "")}
+        for rank, one in enumerate(quorum.seats)
+        if _name(one) not in live
+    ]
+    is_served = next_["decision"] != "withheld" and len(live) >= max(fewest, 1)
+    return made_of(
+        quorum,
+        report.QuorumStatus,
         state=state,
-        healthy=next_.decision != "withheld" and len(live) >= max(fewest, 1) and not trouble and not gone,
+        healthy=is_served and not trouble and not missing,
         size=len(quorum.seats),
         max_step=max((seat.request.step for seat in quorum.seats), default=0),
         min_replicas=fewest,
-        next=replace(next_, reason=_last_death(keys) or "; ".join(filter(None, (next_.reason, trouble)))),
+        next={**next_, "reason": _last_death(keys) or "; ".join(filter(None, (next_["reason"], trouble)))},
         replicas=statuses,
-        missing=tuple(
-            report.MissingReplica(rank, _name(seat), seat.member, causes.get(seat.member, "")) for rank, seat in gone
-        ),
-        **_copied(quorum, "number", "id", "created"),
+        missing=missing,
     )
 
 
@@ -440,18 +446,19 @@ def _name(one: QuorumCandidate | QuorumSeat) -> str:
     return one.request.replica_id
 
 
-def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> tuple[report.ReplicaStatus, ...]:
+def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> list[report.ReplicaStatus]:
     seats = {_name(seat): (rank, seat.request) for rank, seat in enumerate(quorum.seats)}
     sources, newest = recovery.heals_from(quorum.requests, 0), {_name(one): one.member for one in replicas}
-    top, found = max((request.step for _, request in seats.values()), default=0), []
+    top, found = max((request.step for _, request in seats.values()), default=0), list[report.ReplicaStatus]()
     for one in replicas:
         is_newest = newest[_name(one)] == one.member
         rank, shown = seats.get(_name(one), (None, one.request)) if is_newest else (None, one.request)
         shown = one.request if one.asked else shown  # its key has its last request only if it asked through etcd
-        standing = "idle" if rank is None else "training"
-        if one.asked > quorum.answered.get(one.member, 0):
-            standing = "asking"
-        status = report.ReplicaStatus(
+        has_asked = one.asked > quorum.answered.get(one.member, 0)
+        standing = "asking" if has_asked else "idle" if rank is None else "training"
+        status = made_of(
+            shown,
+            report.ReplicaStatus,
             rank=rank,
             member=one.member,
             standing=standing if is_newest else "replaced",
@@ -459,7 +466,8 @@ def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> tupl
             address=manager_address.parted(shown.address)[0],
             since_revision=one.came_at,
             heals_from=sources.get(_name(one), "") if rank is not None else "",
-            **_copied(shown, "replica_id", "step", "commit_failures", "shrink_only", "world_size", "store_address"),
+            lease_left=None,
+            lease_ttl=None,
         )
         found.append(status)
     return _ranked(found)
@@ -480,22 +488,22 @@ def _timers(kvs: Iterable[KeyValue], unreadable: list[report.Unreadable]) -> lis
         try:
             record = parse_timers(kv.key, kv.value)
         except StateError as error:
-            unreadable.append(report.Unreadable(kv.key, str(error)))
+            unreadable.append({"key": kv.key, "problem": str(error)})
             continue
         if layout.is_expired_key(kv.key):
             expired.update(timer.token for timer in record.timers)
         else:
             held += [(record.worker, timer) for timer in record.timers]
-    found = [
-        report.TimerStatus(
-            host=worker.node,
-            pid=worker.pid,
-            rank=worker.rank if worker.rank >= 0 else None,
-            scope=timer.scope,
-            standing="expired" if timer.token in expired else "running",
-            after=timer.after_ms / 1000,
-            until=timer.wall_ms / 1000,
-        )
+    found: list[report.TimerStatus] = [
+        {
+            "host": worker.node,
+            "pid": worker.pid,
+            "rank": worker.rank if worker.rank >= 0 else None,
+            "scope": timer.scope,
+            "standing": "expired" if timer.token in expired else "running",
+            "after": timer.after_ms / 1000,
+            "until": timer.wall_ms / 1000,
+        }
         for worker, timer in held
     ]
-    return sorted(found, key=attrgetter("until", "host", "pid", "scope"))
+    return sorted(found, key=itemgetter("until", "host", "pid", "scope"))

@@ -37,10 +37,10 @@ class LeasedKey:
     ) -> None:
         self._etcd, self._ttl, self._key_of, self._what, self._deaths = etcd, ttl, key_of, what, deaths  # never change
         self._owner = OwnerProcess(f"the {what} belong to the parent process")
-        self._changed = concurrency.condition("LeasedKey._changed")  # guards the next four; not held during a request
+        self._changed = concurrency.condition("LeasedKey._changed")  # notified of all below; not held during a request
         self.problem: EtcdError | None = None
         """Why etcd does not have the value now."""
-        self._value: bytes | None = None  # the wanted one
+        self._value: bytes | None = None  # the wanted one; guarded by _changed, as the next
         self._is_written = True
         self._failure: BaseException | None = None  # what ended the thread
         # Only the thread, and `close()` when that has ended:
@@ -110,9 +110,8 @@ class LeasedKey:
             log.warning("the lease of these %s was lost, and they are written under a new one: %s", self._what, error)
             self._give_up_lease()
         except EtcdError as error:
-            with self._changed:
-                self.problem = error
-                self._changed.notify_all()
+            self.problem = error
+            self._wake()
             raise
 
     def _has_no_lease(self) -> bool:
@@ -122,7 +121,7 @@ class LeasedKey:
         """Raises LeaseLost, after which the next step takes a new lease, and EtcdError."""
         if self._session is None:
             limit = write_attempt_timeout(self._etcd)
-            self._session = Session(self._etcd, self._ttl, self._on_state, deaths=self._deaths, timeout=limit)
+            self._session = Session(self._etcd, self._ttl, lambda _: self._wake(), deaths=self._deaths, timeout=limit)
             with self._changed:
                 self._is_written = self._value is None
         elif self._session.state is SessionState.LOST:
@@ -130,8 +129,7 @@ class LeasedKey:
         return self._session
 
     def _write(self, lease: int) -> None:
-        with self._changed:
-            value = self._value
+        value = self._value
         if value is None:
             return
         put, limit = Put(self._key_of(lease), value, lease), write_attempt_timeout(self._etcd)
@@ -152,13 +150,8 @@ class LeasedKey:
         with self._changed:
             self._changed.notify_all()
 
-    def _on_state(self, _state: SessionState) -> None:
-        """On the keep-alive thread."""
-        self._wake()
-
     def _fail(self, failure: BaseException) -> None:
         log.error("these %s are not kept in etcd any longer: %s", self._what, failure)
-        with self._changed:
-            self._failure = failure
-            self._changed.notify_all()
+        self._failure = failure
+        self._wake()
         self._give_up_lease()

@@ -1,6 +1,6 @@
 """A local copy of a span of keys that is kept up to date: a watch, and a read of the keys that existed when it started.
 
-A `Mirror` has no thread and no lock: its owner gets the items of the watch (`post`) and applies them on its own thread.
+A `Mirror` has no thread and no lock: its owner gets what the watch delivers (`post`) and applies it on its own thread.
 A `Feed` gives its changes to a thread that waits for them, and an `Informer` reports them on a thread of its own.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing
@@ -28,20 +28,18 @@ class Change(NamedTuple):
     now: KeyValue | None
 
 
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """An item that a mirror's watch delivered; `source` tells it from items of the mirror's earlier watches."""
-
-    source: object
-    item: WatchItem
+Apply: TypeAlias = Callable[[], list[Change]]
+"""Applies one item of a mirror's watch, for the mirror's owner: see `Mirror`."""
 
 
 class Mirror:
     """The keys of `span` at `revision`, once it is `synced`.
 
-    `post(mirror, posted)` is called on the client's thread with every item that the watch delivers. The owner then
-    calls `apply(posted)` on its own thread, and `sync()` as long as `synced` is false. `synced` becomes false again
-    after a compaction, when the watch begins anew (G5), and whenever the copy turns out to be wrong.
+    `post(apply)` is called on the client's thread with every item that the watch delivers. The owner then calls
+    `apply()` on its own thread, and `sync()` as long as `synced` is false. `apply` returns the changes, in order, and
+    raises the error that ended the watch, unless that was a compaction or the end of the client, which `sync()`
+    reports. `synced` becomes false again after a compaction, when the watch begins anew (G5), and whenever the copy
+    turns out to be wrong.
 
     With `deletes_only` the mirror knows which keys exist, but not how their values changed. Outside `watched`, a part
     of the span, it knows the keys as they were last read or learned.
@@ -50,19 +48,18 @@ class Mirror:
     thread, and it changes nothing here.
     """
 
-    def __init__(
-        self, etcd: Etcd, span: Span, post: Callable[[Mirror, Posted], None], deletes_only: bool = False
-    ) -> None:
+    def __init__(self, etcd: Etcd, span: Span, post: Callable[[Apply], None], deletes_only: bool = False) -> None:
         # Never change:
         self.span = span
         self._etcd, self._deletes_only, self._post = etcd, deletes_only, post
-        self._watched = span
         # Only the owner's thread:
+        self.watched = span
+        """The part of the span whose changes the watch delivers: all of it, unless it was narrowed."""
         self.kvs: dict[str, KeyValue] = {}
         self.revision = 0
         self.synced = False
         self._watch: Watch | None = None
-        self._source: object = None  # marks what the current watch posts: an earlier watch may still post something
+        self._source: object = None  # marks what this watch delivers: an earlier one may still deliver something
         self._stands = False  # whether etcd has confirmed the watch
         self._began: Began | None = None  # the last confirmation: another one means an interruption
 
@@ -71,15 +68,10 @@ class Mirror:
         """The first key of the span: in a mirror of a single key, that key."""
         return self.kvs.get(self.span.start)
 
-    @property
-    def watched(self) -> Span:
-        """The part of the span whose changes the watch delivers: all of it, unless it was narrowed."""
-        return self._watched
-
     def narrow(self, watched: Span) -> None:
         """Watch this part of the span only, from the next watch on: begins that, if it is another part."""
-        if watched != self._watched:
-            self._watched = watched
+        if watched != self.watched:
+            self.watched = watched
             self.close()
 
     def sync(self) -> None:
@@ -107,14 +99,13 @@ class Mirror:
         self.close()
         self._start(0, listen)
         if not delivered.wait(timeout):
-            self.close()
-            raise EtcdUnavailable(f"etcd began no watch on {self.span.start!r} within {timeout:g} s: is it up?")
+            items.append(EtcdUnavailable(f"etcd began no watch on {self.span.start!r} within {timeout:g} s: is it up?"))
         if isinstance(items[0], Exception):
             self.close()
             raise items[0]
+        self._stands = True
         if isinstance(items[0], Began):  # otherwise a change overtook it: the read to come has that too
             self._began = items[0]
-        self._stands = True
 
     def adopt(self, read: RangeResult) -> None:
         """Continue from a read of the whole span, such as one in a transaction. If there is a watch, the read must have
@@ -128,28 +119,6 @@ class Mirror:
             self.close()
             self._start(read.revision + 1)
             self.synced = self._stands = True
-
-    def apply(self, posted: Posted) -> list[Change]:
-        """Bring the copy up to date; returns the changes, in order.
-
-        Raises the error that ended the watch, unless that was a compaction or the end of the client, which `sync()`
-        reports.
-        """
-        item = posted.item
-        if posted.source is not self._source:
-            return []
-        if isinstance(item, Began):
-            self._note_began(item)
-        elif isinstance(item, Batch):
-            # The read to come has what overtook the confirmation of the watch, and all that follows a missed change.
-            return self._apply_batch(item) if self.synced else []
-        elif isinstance(item, (Compacted, ClientClosed)):
-            log.debug("the watch of mirror %r is over: %s", self.span.start, item)
-            self.close()
-        else:
-            self.close()
-            raise item
-        return []
 
     def learn(self, kv: KeyValue) -> None:
         """Take over what a transaction wrote; the watch will not repeat it. No other key of the mirror may have changed
@@ -174,11 +143,26 @@ class Mirror:
         source = self._source = object()
 
         def deliver(item: WatchItem) -> None:
-            self._post(self, Posted(source, item))
+            self._post(partial(self._apply, source, item))
             if listen is not None:
                 listen(item)
 
-        self._watch = self._etcd.watch(self._watched, revision, deliver, deletes_only=self._deletes_only)
+        self._watch = self._etcd.watch(self.watched, revision, deliver, deletes_only=self._deletes_only)
+
+    def _apply(self, source: object, item: WatchItem) -> list[Change]:
+        if source is not self._source:
+            return []
+        if isinstance(item, Began):
+            self._note_began(item)
+        elif isinstance(item, Batch):
+            # The read to come has what overtook the confirmation of the watch, and all that follows a missed change.
+            return self._apply_batch(item) if self.synced else []
+        else:
+            self.close()
+            if not isinstance(item, (Compacted, ClientClosed)):
+                raise item
+            log.debug("the watch of mirror %r is over: %s", self.span.start, item)
+        return []
 
     def _note_began(self, item: Began) -> None:
         """The watch is established. If it was before, etcd may have lost what this copy has, and may have made as many
@@ -219,12 +203,6 @@ def _follows(now: KeyValue | None, was: KeyValue | None) -> bool:
 # -- for a thread that reads changes one by one -----------------------------------------------------------------------
 
 
-class News(NamedTuple):
-    """What a feed delivered: changes, in order."""
-
-    changes: list[Change]
-
-
 class Feed:
     """Delivers the present keys of `span`, then every change. If changes were missed, or compacted, delivers their
     result.
@@ -236,31 +214,29 @@ class Feed:
 
     def __init__(self, etcd: Etcd, span: Span, *, deletes_only: bool = False) -> None:
         # The client's threads put into the inbox, `wake()` too; only the reader touches the mirror.
-        self._inbox: concurrency.Queue[Posted | None] = concurrency.inbox()
-        self._mirror = Mirror(etcd, span, lambda _mirror, posted: self._inbox.put(posted), deletes_only)
+        self._inbox: concurrency.Queue[Apply | None] = concurrency.inbox()
+        self._mirror = Mirror(etcd, span, self._inbox.put, deletes_only)
 
     @property
     def synced(self) -> bool:
         """Whether it has delivered everything that existed when it started."""
         return self._mirror.synced
 
-    def next(self, timeout: float) -> News | None:
-        """The next changes; None if there were none for `timeout` seconds, or on `wake()`.
+    def next(self, timeout: float) -> list[Change] | None:
+        """The next changes, in order; None if nothing came for `timeout` seconds, or on `wake()`.
 
         Raises EtcdError: call it again after a pause. ClientClosed is final.
         """
         if not self._mirror.synced:
-            before = dict(self._mirror.kvs)
+            before = self._mirror.kvs.copy()
             self._mirror.sync()
             if self._mirror.synced:
-                return News(self._since(before))
+                return self._since(before)
         try:
-            posted = self._inbox.get(timeout=max(timeout, 0))
+            apply = self._inbox.get(timeout=max(timeout, 0))
         except concurrency.Empty:
             return None
-        if posted is None:
-            return None
-        return News(self._mirror.apply(posted))
+        return apply and apply()
 
     def wake(self) -> None:
         """End a waiting `next()`, or else the next call of it. For any thread."""
@@ -309,10 +285,10 @@ class Informer(Closing):
         *,
         gathers: bool = False,
     ) -> None:
-        # The client's threads put into the inbox, and any thread puts None there to wake the informer's. Only that one
-        # takes out and touches the mirrors.
-        self._inbox: concurrency.Queue[tuple[Mirror, Posted] | None] = concurrency.inbox()
-        self._mirrors = [Mirror(etcd, span, lambda *item: self._inbox.put(item)) for span in spans]
+        # The client's threads put into the inbox, and any thread may, to wake the informer's. Only that one takes out
+        # and touches the mirrors.
+        self._inbox: concurrency.Queue[Apply] = concurrency.inbox()
+        self._mirrors = [Mirror(etcd, span, self._inbox.put) for span in spans]
         self._report, self._at_once = report, BATCHES_PER_REPORT if gathers else 1  # never change
         self._due = True  # whether there is something to report; only the thread
         self._thread = StepThread(self._step, name, self.report_again, self._end, failed)
@@ -320,7 +296,7 @@ class Informer(Closing):
 
     def report_again(self) -> None:
         """Report once more, though no key may have changed. From any thread; does not block."""
-        self._inbox.put(None)
+        self._inbox.put(list)
 
     def close(self) -> None:
         """Stop reporting. Waits for a running report, unless that calls this. Idempotent."""
@@ -341,11 +317,9 @@ class Informer(Closing):
     def _take_in(self) -> None:
         """Wait for the next item or wake, and apply it and the items that are there already."""
         for _ in range(self._at_once):
-            posted = self._inbox.get()
+            apply = self._inbox.get()
             self._due = True  # also if what follows fails
-            if posted is not None:
-                mirror, item = posted
-                mirror.apply(item)
+            apply()
             if self._inbox.empty():  # nobody else takes out of it
                 return
 

@@ -21,10 +21,9 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
-import ftcoord
 from ftcoord import concurrency
 from ftcoord.config import OFF, Credentials, Endpoint, EtcdConfig, Tls
-from ftcoord.fork import OwnerProcess, hide, identity_of, unhide
+from ftcoord.fork import OwnerProcess, hide, unhide
 from ftcoord.proc import own_pidfd
 
 log = logging.getLogger(__name__)
@@ -35,14 +34,14 @@ NOT_MEANT: Final = signal.valid_signals() - {signal.SIGSEGV, signal.SIGBUS, sign
 """The signals that others send: none that can be blocked ends a sentinel. A scheduler sends SIGUSR1 and others to all
 processes of a node. Not those of this program's own faults."""
 PROGRAM: Final = "ftcoord.primitives.sentinel_main"
-PAUSES: Final = (1.0, 300.0)
-"""Seconds from the start of a process that fails to the next start: the first pause, and the longest. Each is twice as
-long as the last: where none can run, many leases would each start one at every renewal."""
+START_PAUSE: Final = 3.0
+"""Seconds from the start of a process to the next start at the least: where none can run, many leases would each start
+one at every renewal."""
 ENDS_WITHIN: Final = 1.0
 """Seconds that a killed process may take to end. One that hangs in the kernel must not delay the renewals."""
+_ROOT: Final = str(Path(__file__).parents[2])
 _AUTHORITIES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 _OUR_VARIABLES: Final = ("FTCOORD_", "ETCDCTL_")
-_ROOT: Final = str(Path(ftcoord.__file__).parent.parent)
 
 
 class Sentinel:
@@ -61,7 +60,6 @@ class Sentinel:
         self._kept: dict[int, Order] = {}  # the order that told of each lease
         self._mark = ""  # of the processes to end with this one
         self._process: _Process | None = None
-        self._pause = PAUSES[0]
         self._next_start = -math.inf
         self._has_warned = False
 
@@ -147,9 +145,7 @@ class Sentinel:
         now = concurrency.now()
         if now < self._next_start:
             return
-        # A process that lived for longer has shown that one can.
-        self._pause = PAUSES[0] if now > self._next_start + PAUSES[1] else min(2 * self._pause, PAUSES[1])
-        self._next_start = now + self._pause
+        self._next_start = now + START_PAUSE
         try:
             self._process = _Process(self._owner.pid, _text_of(self._all()))
         except OSError as error:
@@ -188,7 +184,7 @@ class Sentinel:
 
 
 def _text_of(orders: Iterable[Order]) -> bytes:
-    return b"".join(map(line_of, orders))
+    return b"".join(json.dumps(order).encode() + b"\n" for order in orders)
 
 
 class _Process:
@@ -199,7 +195,7 @@ class _Process:
             raise OSError("this program is no Python that runs modules")
         with ExitStack() as ends, ExitStack() as undo:
             self._pipe = SentinelPipe()
-            ends.callback(self._pipe.close_reader)
+            ends.callback(self._pipe.reader.close)
             undo.callback(self._pipe.close)
             self._pipe.tell(orders)  # first: once it runs this process may die, before it could tell anything
             pidfd = own_pidfd()
@@ -213,7 +209,7 @@ class _Process:
             )
             self._process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAM, *map(str, (parent, *descriptors))],
-                stdin=self._pipe.reader,
+                stdin=self._pipe.reader.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
                 env=_environment(),
@@ -239,7 +235,7 @@ def _environment() -> dict[str, str]:
     names = [name for name in list(os.environ) if not name.startswith(_OUR_VARIABLES)]
     found = {name: os.environ.get(name) for name in names}
     for name in _AUTHORITIES:  # it has its own working directory
-        found[name] = os.path.abspath(found[name] or "") if found.get(name) else None
+        found[name] = _absolute(found.get(name))
     if not _is_installed():
         found["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [found.get("PYTHONPATH")])])
     return {name: value for name, value in found.items() if value is not None}
@@ -263,6 +259,11 @@ class SentinelFor:
         """None if sentinels are switched off, or no other process can reach that etcd."""
         sentinel = Sentinel.of_process() if config is not None else None
         return None if sentinel is None or config is None else cls(sentinel, config, deaths, was)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs, so that it costs next to nothing to have it know of one more lease."""
+        return self._sentinel.pid is not None
 
     def keep(self, lease_id: int, ttl: float, sent_at: float) -> None:
         """The lease was renewed for `ttl` seconds, by a request that was sent at that monotonic time."""
@@ -306,11 +307,6 @@ class Order(TypedDict, total=False):
     orphans: str
 
 
-def line_of(order: Order) -> bytes:
-    """The order as it goes through the pipe."""
-    return json.dumps(order).encode() + b"\n"
-
-
 def config_from(raw: Mapping[str, Any]) -> EtcdConfig:
     """The configuration that `config_raw` returned."""
     return EtcdConfig(
@@ -349,74 +345,46 @@ _INT: Final = struct.Struct("i")
 
 
 class SentinelPipe:
-    """Two sockets; another process reads one of them. Raises OSError if they cannot be made.
+    """Two sockets; another process reads from `reader`. Raises OSError if they cannot be made.
 
     A forked child loses its copy. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        ours, reader = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGE)
-        # As plain numbers: an object would close its number also when that means a file of somebody else.
-        self._ours, self._reader = ours.detach(), reader.detach()  # never change
-        hide(self._ours)
-        self._identity = identity_of(self._ours)  # never changes
+        self._ours, self.reader = socket.socketpair()
+        self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGE)
+        hide(self._ours.fileno())
         self._unsent, self._left = b"", 0  # what there was no room for, and what nobody had read when it was told last
-        self._hangs_since: float | None = None  # when it was first seen that nothing was read
-
-    @property
-    def reader(self) -> int:
-        """The descriptor to read from, until `close_reader`."""
-        return self._reader
-
-    def close_reader(self) -> None:
-        """Close the reading end in this process. Call it once. Other processes that have it can still read."""
-        os.close(self._reader)
+        self._hangs_since = math.inf  # when it was first seen that nothing was read
 
     def tell(self, text: bytes) -> None:
         """Write without waiting; text for which there is no room goes with the next write.
 
-        Raises OSError when nobody can read any more, and when others have closed this. Raises TimeoutError when nothing
-        was read for `HANGS_AFTER` seconds, as seen by a write: a rare writer notices it late.
+        Raises OSError when nobody can read any more. Raises TimeoutError when nothing was read for `HANGS_AFTER`
+        seconds, as seen by a write: a rare writer notices it late.
         """
-        if not self._is_ours():
-            raise OSError("somebody has closed a file that is not his: the pipe to the sentinel")
-        self._see_what_was_read()
+        now, left = concurrency.now(), self._unread()
+        if left == 0 or left < self._left:
+            self._hangs_since = math.inf
+        else:  # it counts from here: this process may have been stopped, and the reader too
+            self._hangs_since = min(self._hangs_since, now)
+        if now > self._hangs_since + HANGS_AFTER:
+            raise TimeoutError("it does not read what it is told")
         self._unsent += text
         with suppress(BlockingIOError):
-            self._unsent = self._unsent[self._send(self._unsent) :]
+            self._unsent = self._unsent[self._ours.send(self._unsent, _NO_HARM) :]
         self._left = self._unread()
-
-    def _see_what_was_read(self) -> None:
-        left = self._unread()
-        if left == 0 or left < self._left:
-            self._hangs_since = None
-        elif self._hangs_since is None:  # it counts from here: this process may have been stopped, and the reader too
-            self._hangs_since = concurrency.now()
-        elif concurrency.now() > self._hangs_since + HANGS_AFTER:
-            raise TimeoutError("it does not read what it is told")
 
     def _unread(self) -> int:
         """How many bytes were written and not read: at least as many, and 0 only for none. Where the kernel does not
         say, the bytes for which there was no room."""
+        sent = bytes(_INT.size)
         with suppress(OSError):
-            (sent,) = _INT.unpack(fcntl.ioctl(self._ours, termios.TIOCOUTQ, bytes(_INT.size)))
-            return int(sent) + len(self._unsent)
-        return len(self._unsent)
+            sent = fcntl.ioctl(self._ours, termios.TIOCOUTQ, sent)
+        return int(_INT.unpack(sent)[0]) + len(self._unsent)
 
     def close(self) -> None:
-        """Close the writing end. Call it once. Another file that has got its descriptor stays open."""
-        unhide(self._ours)
-        if self._is_ours():
-            os.close(self._ours)
-
-    def _is_ours(self) -> bool:
-        return identity_of(self._ours) == self._identity
-
-    def _send(self, data: bytes) -> int:
-        """How many bytes there was room for."""
-        borrowed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=self._ours)
-        try:
-            return borrowed.send(data, _NO_HARM)
-        finally:
-            borrowed.detach()
+        """Close the writing end. Idempotent."""
+        if self._ours.fileno() >= 0:
+            unhide(self._ours.fileno())
+            self._ours.close()

@@ -1,7 +1,7 @@
 """The keeping of leases: what a process knows of each of its own, the thread that renews them, and sessions.
 
-A `HeldLease` is a lease and what is known of it; any thread may renew it. A `KeptLease` is renewed by the `Renewer`,
-one thread for the whole process. A `Session` has one that lives until its owner ends it, forgets it, or dies.
+A `KeptLease` is a lease and what is known of it, renewed by the `Renewer`, one thread for the whole process. A
+`Session` has one that lives until its owner ends it, forgets it, or dies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
@@ -40,50 +41,6 @@ Listener: TypeAlias = Callable[[SessionState], None]
 # -- one lease --------------------------------------------------------------------------------------------------------
 
 
-class HeldLease:
-    """A lease of this process, which is alive for as long as somebody calls `renew` in time. For any thread.
-
-    Args:
-        etcd: renews it.
-        lease: the lease.
-        sent_at: when its grant or last renewal was sent, in monotonic seconds.
-    """
-
-    def __init__(self, etcd: Etcd, lease: Lease, sent_at: float) -> None:
-        self.id, self._etcd = lease.id, etcd  # never change
-        # Replaced as a whole, by whoever renews. If an older one wins, the lease is trusted for less time.
-        self._times = LeaseTimes(sent_at, lease.ttl)
-
-    @property
-    def ttl(self) -> float:
-        """The TTL that was granted last, in seconds."""
-        return self._times.ttl
-
-    @property
-    def renew_at(self) -> float:
-        """When to renew it next, in monotonic seconds."""
-        return self._times.renew_at()
-
-    @property
-    def time_left(self) -> float:
-        """Seconds that it lives at the least, if it was not revoked."""
-        times = self._times
-        return max(times.sent_at + times.ttl - concurrency.now(), 0.0)
-
-    @property
-    def state(self) -> SessionState:
-        """CONNECTED or SUSPENDED: true at any moment, also where it was not renewed for a while.
-
-        On a host that was suspended, from the next renewal on: its clock stood still.
-        """
-        return self._times.state(concurrency.now())
-
-    def renew(self, timeout: float) -> None:
-        """Renew it once, within `timeout` seconds. Raises LeaseLost when it is gone, and EtcdError."""
-        sent_at = concurrency.now()
-        self._times = LeaseTimes(sent_at, self._etcd.renew(self.id, timeout=timeout))
-
-
 class _Phase(enum.Enum):
     """What becomes of a kept lease: from KEPT to ENDING or ENDED, from ENDING to ENDED, and from any to LOST."""
 
@@ -93,14 +50,17 @@ class _Phase(enum.Enum):
     LOST = "is gone"
 
 
-class KeptLease(HeldLease):
+class KeptLease:
     """A lease that the process's thread renews until `stop()`.
 
     Args:
-        etcd, lease, sent_at: see HeldLease.
+        etcd: renews it.
+        lease: the lease.
+        sent_at: when its grant or last renewal was sent, in monotonic seconds.
         listener: called on the renewer's thread at each change of state; must not block.
         renewer: the process's own if None.
         sentinel: renews the lease while this process is stuck, and revokes it when this process dies; None for none.
+        rests: whether it is not renewed until `resume()`, but by whoever calls `renew`.
 
     Raises ThreadNotStarted. Its methods may be called from any thread.
     """
@@ -113,17 +73,22 @@ class KeptLease(HeldLease):
         listener: Listener | None = None,
         renewer: Renewer | None = None,
         sentinel: SentinelFor | None = None,
+        *,
+        rests: bool = False,
     ) -> None:
-        self._renewer = renewer or Renewer.of_process()
-        super().__init__(etcd, lease, sent_at)
-        self._listener, self._sentinel = listener, sentinel  # never change
+        self.id, self._etcd, self._listener, self._sentinel = lease.id, etcd, listener, sentinel  # never change
+        self._renewer = renewer or Renewer.of_process()  # the same
+        # Replaced as a whole, by whoever renews. If an older one wins, the lease is trusted for less time.
+        self.times = LeaseTimes(sent_at, lease.ttl)
         self._phase = _Phase.KEPT  # changes with Renewer._wake held; read by any thread
-        self._resting = False  # any thread, without a lock: only its owner changes it
-        self._reported = SessionState.CONNECTED  # only the renewer's thread: the listener's last state
-        self._is_introduced = sentinel is None  # only the renewer's thread
-        self._renewer.schedule(
-            self, self.renew_at if sentinel is None else min(self.renew_at, sent_at + INTRODUCED_AFTER)
-        )
+        self.rests = rests  # any thread, without a lock: only its owner changes it
+        # Only the renewer's thread:
+        self._reported = SessionState.CONNECTED  # the listener's last state
+        self._is_introduced = sentinel is None
+        due = self.times.renew_at()
+        if sentinel is not None:
+            due = min(due, sent_at + (0.0 if sentinel.runs else INTRODUCED_AFTER))
+        self._renewer.schedule(self, due)
 
     @property
     def kept(self) -> bool:
@@ -131,83 +96,90 @@ class KeptLease(HeldLease):
         return self._phase is _Phase.KEPT
 
     @property
-    def rests(self) -> bool:
-        """Whether it is not renewed until `resume()`."""
-        return self._resting
+    def state(self) -> SessionState:
+        """What is known of it: true at any moment, also where it was not renewed for a while.
+
+        On a host that was suspended, from the next renewal on: its clock stood still.
+        """
+        return SessionState.LOST if self._phase is _Phase.LOST else self.times.state(concurrency.now())
 
     @property
-    def state(self) -> SessionState:
-        return SessionState.LOST if self._phase is _Phase.LOST else super().state
+    def time_left(self) -> float:
+        """Seconds that it lives at the least, if it was not revoked."""
+        return max(self.times.sent_at + self.times.ttl - concurrency.now(), 0.0)
 
-    def rest(self) -> None:
-        """Stop renewing until `resume()`; costs nothing if that follows soon."""
-        self._resting = True
+    def renew(self, timeout: float) -> None:
+        """Renew it once, within `timeout` seconds. Raises LeaseLost when it is gone, and EtcdError."""
+        sent_at = concurrency.now()
+        self.times = LeaseTimes(sent_at, self._etcd.renew(self.id, timeout=timeout))
 
     def resume(self) -> None:
-        """Renew again after `rest()`: at once, unless the last renewal was just before."""
-        self._resting = False
+        """Renew again after it has rested: at once, unless the last renewal was just before."""
+        self.rests = False
         now = concurrency.now()
-        due = self._times.resume_at(now)
+        due = self.times.resume_at(now)
         self._renewer.schedule(self, due, hasten=due <= now)
 
     def introduce(self) -> None:
         """Have the sentinel know of the lease now, for an owner that leaves others behind if its process dies."""
-        self._report_renewal()
-        self._report_end()
+        self._report(renewal=True)
 
-    def revoked(self) -> None:
-        """Note that the owner has revoked the lease."""
-        self._renewer.move(self, _Phase.LOST, *_Phase)
+    def give_up(self, timeout: float | None) -> None:
+        """Revoke it; the sentinel stands by until that is over, for this process may be killed meanwhile.
 
-    def end_renewals(self) -> None:
-        """Stop renewing for good, before the lease is revoked. Until `stop()` the sentinel still revokes it if this
-        process dies."""
+        Raises EtcdError; the lease then expires.
+        """
         self._renewer.move(self, _Phase.ENDING, _Phase.KEPT)
-        self._report_end()
+        self._report()
+        try:
+            if self.state is not SessionState.LOST:
+                self._etcd.revoke(self.id, timeout=timeout)
+                self._renewer.move(self, _Phase.LOST, *_Phase)
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         """Stop renewing for good; the lease expires after its TTL."""
         self._renewer.move(self, _Phase.ENDED, _Phase.KEPT, _Phase.ENDING)
-        self._report_end()
+        self._report()
 
-    def _report_renewal(self) -> None:
-        if self._sentinel is not None:
-            times = self._times
-            self._sentinel.keep(self.id, times.ttl, times.sent_at)
-
-    def _report_end(self) -> None:
-        """Also after each report of a renewal, which may have been under way when its owner ended it."""
-        if self._sentinel is not None and not self.kept:
-            if self._phase is _Phase.ENDING:
-                self._sentinel.rest(self.id)
-            else:
-                self._sentinel.drop(self.id)
+    def _report(self, *, renewal: bool = False) -> None:
+        """Have the sentinel know of a renewal, or of the end: of that also after each renewal, which may have been
+        under way when the owner ended the lease."""
+        if self._sentinel is None:
+            return
+        if renewal:
+            self._sentinel.keep(self.id, self.times.ttl, self.times.sent_at)
+        if self._phase in (_Phase.ENDED, _Phase.LOST):
+            self._sentinel.drop(self.id)
+        elif self._phase is _Phase.ENDING or (renewal and self.rests):
+            self._sentinel.rest(self.id)
 
     # -- the renewer's thread -----------------------------------------------------------------------------------
 
     def renew_on_schedule(self, timeout: float) -> float | None:
         """Renew once, in `timeout` seconds; when to do it again, or None if there is nothing to keep for now."""
         due = self._renew_unless_resting(timeout)
-        self._report_end()
+        self._report()
         return due
 
     def _renew_unless_resting(self, timeout: float) -> float | None:
-        is_early = not self._is_introduced and concurrency.now() < self.renew_at
-        if (self.rests or is_early) and not self._is_introduced:  # or nobody would give it up if this process dies
+        is_early = not self._is_introduced and concurrency.now() < self.times.renew_at()
+        if not (self.rests or is_early):
+            return self._try_to_renew(timeout)
+        if not self._is_introduced:  # or nobody would give it up if this process dies
             self._is_introduced = True
-            self._report_renewal()
-        if self.rests:
-            if self._sentinel is not None:  # only now: most rests are over before a renewal would be due
-                self._sentinel.rest(self.id)
-            return None
-        return self.renew_at if is_early else self._try_to_renew(timeout)
+            self._report(renewal=True)
+        elif self._sentinel is not None:  # only now: most rests are over before a renewal would be due
+            self._sentinel.rest(self.id)
+        return None if self.rests else self.times.renew_at()
 
     def _try_to_renew(self, timeout: float) -> float | None:
         try:
-            self.renew(min(timeout, self._times.renewal_timeout(concurrency.now())))
-            due = self.renew_at
+            self.renew(min(timeout, self.times.renewal_timeout(concurrency.now())))
+            due = self.times.renew_at()
             self._is_introduced = True
-            self._report_renewal()
+            self._report(renewal=True)
         except ClientClosed as error:  # whoever closed it lets the lease expire, and knows
             log.debug("lease %x is left to expire: %s", self.id, error)
             self._renewer.move(self, _Phase.ENDED, _Phase.KEPT)
@@ -218,16 +190,16 @@ class KeptLease(HeldLease):
             return None
         except EtcdError as error:
             log.debug("lease %x was not renewed: %s", self.id, error)
-            due = self._times.renew_at(concurrency.now())
+            due = self.times.renew_at(concurrency.now())
         if self.kept:  # else its owner stopped it meanwhile
             self._report_state()
         return due
 
     def _note_loss(self, is_wanted: bool) -> None:
-        self.revoked()
+        self._renewer.move(self, _Phase.LOST, *_Phase)
         if is_wanted:
             metrics.LEASES_LOST.add()
-            self._report_end()
+            self._report()
             self._report_state()
 
     def fail(self, failure: BaseException) -> None:
@@ -268,11 +240,8 @@ class Renewer:
         """The renewer of this process; a forked child gets its own, since it has none of the parent's threads."""
         return concurrency.of_process(cls)
 
-    def times_left(self) -> list[float]:
-        """Seconds that each lease has left which is kept alive here, as far as is known."""
-        return [lease.time_left for lease in self.leases()]
-
     def leases(self) -> list[KeptLease]:
+        """Those that are kept alive here."""
         with self._wake:
             return [*self._due, *([self._renewing] if self._renewing is not None else [])]
 
@@ -338,15 +307,15 @@ class Renewer:
     def _timeout_of(self, lease: KeptLease) -> float:
         """Seconds that a renewal may take: an etcd that hangs must not cost the leases behind it theirs."""
         with self._wake:
-            whole = min(one.ttl for one in (lease, *self._due)) * RENEW_AFTER
+            whole = min(one.times.ttl for one in (lease, *self._due)) * RENEW_AFTER
             waiting = sum(due <= concurrency.now() for due in self._due.values())
         return max(whole / (1 + waiting), min(whole, SHORTEST_RENEWAL_TIMEOUT))
 
 
-metrics.LEASES_KEPT.look = lambda: len(Renewer.of_process().times_left())
-metrics.LEASE_LEFT.look = lambda: min(Renewer.of_process().times_left(), default=math.nan)
+metrics.LEASES_KEPT.look = lambda: len(Renewer.of_process().leases())
+metrics.LEASE_LEFT.look = lambda: min((one.time_left for one in Renewer.of_process().leases()), default=math.nan)
 metrics.LEASE_SHARE.look = lambda: min(
-    (one.time_left / one.ttl for one in Renewer.of_process().leases()), default=math.nan
+    (one.time_left / one.times.ttl for one in Renewer.of_process().leases()), default=math.nan
 )
 
 
@@ -393,19 +362,18 @@ class Session(Closing):
         timeout: float | None = None,
     ) -> None:
         ttl = lease_seconds("ttl", ttl)
-        self._etcd = etcd
         self._owner = OwnerProcess("this session's lease belongs to the parent process")
         self._closed = False  # any thread; becomes True once
         sent_at = concurrency.now()
         lease = etcd.grant(ttl, timeout=timeout)
         self.ttl = lease.ttl
         with ExitStack() as undo:
-            undo.callback(_give_back, etcd, lease.id)  # where no thread can be started
+            undo.callback(_give_back, partial(etcd.revoke, lease.id))  # where no thread can be started
             sentinel = None if deaths is None else SentinelFor.of(etcd.config, deaths, was)
             self._kept = KeptLease(etcd, lease, sent_at, listener, sentinel=sentinel)
             undo.pop_all()
         # In the listener may be whoever has this session: then the renewer keeps both, until that one ends it.
-        self._cancel_finalizer = concurrency.when_forgotten(self, _end_forgotten, etcd, self._kept, last=True)
+        self._cancel_finalizer = concurrency.when_forgotten(self, _give_back, self._kept.give_up, last=True)
 
     @property
     def lease_id(self) -> int:
@@ -430,7 +398,7 @@ class Session(Closing):
 
     def rest(self) -> None:
         """Pause renewal. The keys live until the TTL is over, unless `wake()` is called before."""
-        self._kept.rest()
+        self._kept.rests = True
 
     def wake(self) -> None:
         """Resume renewal after `rest()`. Does nothing in a forked child."""
@@ -468,27 +436,12 @@ class Session(Closing):
             return
         self._closed = True
         self._cancel_finalizer()
-        _end(self._kept, lambda: self._etcd.revoke(self._kept.id, timeout=timeout))
+        self._kept.give_up(timeout)
 
 
-def _end(kept: KeptLease, revoke: Callable[[], None]) -> None:
-    """Revoke a lease; the sentinel stands by until that is over, for this process may be killed meanwhile."""
-    kept.end_renewals()
+def _give_back(revoke: Callable[..., None]) -> None:
+    """Of a lease that nobody has any longer."""
     try:
-        if kept.state is not SessionState.LOST:
-            revoke()
-            kept.revoked()
-    finally:
-        kept.stop()
-
-
-def _end_forgotten(etcd: Etcd, kept: KeptLease) -> None:
-    """For a session that nobody refers to any longer."""
-    _end(kept, lambda: _give_back(etcd, kept.id))
-
-
-def _give_back(etcd: Etcd, lease_id: int) -> None:
-    try:
-        etcd.revoke(lease_id, timeout=GIVE_BACK_TIMEOUT)
+        revoke(timeout=GIVE_BACK_TIMEOUT)
     except EtcdError as error:
-        log.debug("lease %x was not revoked, it expires by itself: %s", lease_id, error)
+        log.debug("a lease was not revoked, it expires by itself: %s", error)

@@ -12,34 +12,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
-from ftcoord import concurrency
-from ftcoord.errors import (
-    ClientClosed,
-    EtcdError,
-    EtcdNoSpace,
-    EtcdUnavailable,
-    LeaseLost,
-    OutcomeUnknown,
-    RequestRefused,
-    RoundOver,
-)
-from ftcoord.etcd.api import (
-    Compare,
-    Etcd,
-    Get,
-    KeyValue,
-    Op,
-    Put,
-    RangeResult,
-    SnapshotReader,
-    Span,
-    TxnResult,
-    exists,
-    read_snapshot,
-    unchanged,
-)
+from ftcoord import concurrency, errors
+from ftcoord.etcd import api
+from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, Span
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, UNANSWERED, TimeLimit, retry, retry_until_answered
 from ftcoord.fork import OwnerProcess
 from ftcoord.primitives.session import Session
@@ -83,7 +60,7 @@ class WriteOutcome:
 
     done: bool
     kv: KeyValue | None
-    reads: tuple[RangeResult, ...]
+    reads: tuple[api.RangeResult, ...]
     revision: int
 
 
@@ -97,7 +74,7 @@ def write_once(
     reads: Sequence[Get] = (),
     timeout: float | None = None,
     cancelled: concurrency.Event | None = None,
-    lost: list[EtcdError] | None = None,
+    lost: list[errors.EtcdError] | None = None,
 ) -> WriteOutcome:
     """Write `put` if its key was not written since it was as `expected` (None: absent), and the other `guards` hold.
 
@@ -111,22 +88,22 @@ def write_once(
     (`write_timeout(etcd)` if None), EtcdNoSpace when etcd had no space and the key does not hold the value, and the
     other errors of `Etcd.txn`.
     """
-    compares = [unchanged(put.key, expected.mod_revision if expected else 0), *guards]
+    compares = [api.unchanged(put.key, expected.mod_revision if expected else 0), *guards]
     failure = [Get(Span(put.key)), *reads]
     success = [put, *also, *reads]
     whole, longest = TimeLimit.of(write_timeout(etcd) if timeout is None else timeout), write_attempt_timeout(etcd)
     lost = [] if lost is None else lost
 
-    def attempt() -> TxnResult:
+    def attempt() -> api.TxnResult:
         try:
             return etcd.txn(compares, success, failure, timeout=whole.left(longest))
-        except OutcomeUnknown as error:
+        except errors.OutcomeUnknown as error:
             log.debug("a write of %s is sent again: %s", put.key, error)
             lost.append(error)
             raise
 
-    def read() -> TxnResult:
-        return read_snapshot(
+    def read() -> api.TxnResult:
+        return api.read_snapshot(
             lambda get: etcd.range(get, timeout=whole.left(longest)), lambda then: _as_refused(then, failure)
         )
 
@@ -134,16 +111,16 @@ def write_once(
     try:
         try:
             result = retry(attempt, UNANSWERED, whole.deadline, never)
-        except EtcdNoSpace as error:
+        except errors.EtcdNoSpace as error:
             lost.append(error)  # it may have written all the same
             result = retry(read, UNANSWERED, whole.deadline, never)
             kv = result.range(0).one
             if kv is None or kv.value != put.value:
                 raise
-    except (ClientClosed, EtcdUnavailable) as error:
+    except (errors.ClientClosed, errors.EtcdUnavailable) as error:
         if not lost:
             raise
-        raise OutcomeUnknown(f"a write was not answered, and then: {error}") from None
+        raise errors.OutcomeUnknown(f"a write was not answered, and then: {error}") from None
     kv = after_put(put, expected, result.revision) if result.succeeded else result.range(0).one
     done = kv is not None and kv.value == put.value
     found = range(len(result.results) - len(reads), len(result.results))
@@ -157,14 +134,16 @@ def after_put(put: Put, before: KeyValue | None, revision: int) -> KeyValue:
     return before._replace(value=put.value, mod_revision=revision, version=before.version + 1, lease=put.lease)
 
 
-def _as_refused(then: SnapshotReader, gets: Sequence[Get]) -> TxnResult:
+def _as_refused(then: api.SnapshotReader, gets: Sequence[Get]) -> api.TxnResult:
     """What a transaction whose guards do not hold answers, without a transaction. Raises EtcdError."""
     found = then.ranges(gets)
-    return TxnResult(False, then.revision, tuple(replace(one, revision=then.revision) for one in found))
+    return api.TxnResult(False, then.revision, tuple(replace(one, revision=then.revision) for one in found))
 
 
 # -- changes whose values may repeat -----------------------------------------------------------------------------------
 
+_Lost: TypeAlias = list[errors.EtcdError]
+"""The errors of attempts that may have been made, or may still be."""
 STORE_CLOSED: Final = "the store was closed; make a new one"
 _GONE: Final = "a change was not answered, and etcd key {!r}, which shows whether it was made, is gone: read again"
 
@@ -180,25 +159,6 @@ class Made:
     kv: KeyValue | None = None
 
 
-class Fence(NamedTuple):
-    """A key that must exist for changes to be made; and with this value, if one is given.
-
-    A fence with a value also refuses the writers of an earlier fence of that name, which was deleted.
-    """
-
-    key: str
-    value: bytes | None = None
-
-    @property
-    def guard(self) -> Compare:
-        """It stands."""
-        return exists(self.key) if self.value is None else Compare(self.key, "value", "=", self.value)
-
-    def stands(self, kv: KeyValue | None) -> bool:
-        """Whether it does, by what was read of its key."""
-        return kv is not None and self.value in (None, kv.value)
-
-
 class ExactlyOnceWriter:
     """A writer of changes. Thread-safe; not usable in a forked child.
 
@@ -211,17 +171,16 @@ class ExactlyOnceWriter:
         prefix: the prefix of the key of its count.
         ttl: seconds that its keys outlive it.
         lease: attach the keys to this lease instead, and never renew it.
-        fence: once it is gone, every change raises RoundOver.
+        fence: a key that must exist; once it is gone, every change raises RoundOver.
         closed: set it to make all calls give up.
     """
 
     def __init__(
-        self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: Fence | None, closed: concurrency.Event
+        self, etcd: Etcd, prefix: str, ttl: int, lease: int | None, fence: str | None, closed: concurrency.Event
     ) -> None:
         # Never change:
         self._etcd, self._prefix, self._ttl, self._lease = etcd, prefix, ttl, lease
-        self._fences = () if fence is None else (fence,)
-        self._closed = closed
+        self._fences, self._closed = () if fence is None else (fence,), closed
         self._owner = OwnerProcess("this store belongs to the parent process")
         # Held during a whole change, with its requests, since changes are counted one by one. Guards all below.
         # Reentrant: a signal handler may make a change in the middle of another.
@@ -238,14 +197,14 @@ class ExactlyOnceWriter:
         has not made it, RoundOver, ClientClosed, and the errors with which etcd refuses it.
         """
         with self._turn(deadline):
-            made, lost = None, list[EtcdError]()
+            made, lost = None, list[errors.EtcdError]()
             try:
                 while made is None:
                     made = self._attempt(ops, guards, look, deadline, lost)
-            except EtcdUnavailable as error:  # so says the last attempt; an earlier one may have been made
+            except errors.EtcdUnavailable as error:  # so says the last attempt; an earlier one may have been made
                 if not lost:
                     raise
-                raise OutcomeUnknown(f"a change was not answered, and then: {error}") from None
+                raise errors.OutcomeUnknown(f"a change was not answered, and then: {error}") from None
             finally:
                 if made is None:
                     self._count = self._new_count()  # a change of unknown outcome must not be taken for the next one
@@ -260,7 +219,7 @@ class ExactlyOnceWriter:
     def _turn(self, deadline: float) -> Iterator[None]:
         """One change at a time. A change made inside another one, in a signal handler, has its own count."""
         self._owner.check()
-        busy = EtcdUnavailable("other changes of this store were not answered in time; try again")
+        busy = errors.EtcdUnavailable("other changes of this store were not answered in time; try again")
         with concurrency.held(self._lock, deadline, busy):
             is_nested, outer = self._changing, self._count
             if is_nested:
@@ -268,7 +227,7 @@ class ExactlyOnceWriter:
             self._changing = True
             try:
                 if self._closed.is_set():
-                    raise ClientClosed(STORE_CLOSED)
+                    raise errors.ClientClosed(STORE_CLOSED)
                 yield
             finally:
                 self._changing = is_nested
@@ -276,7 +235,12 @@ class ExactlyOnceWriter:
                     self._count = outer
 
     def _attempt(
-        self, ops: Sequence[Op], guards: Sequence[Compare], look: str | None, deadline: float, lost: list[EtcdError]
+        self,
+        ops: Sequence[Op],
+        guards: Sequence[Compare],
+        look: str | None,
+        deadline: float,
+        lost: list[errors.EtcdError],
     ) -> Made | None:
         """As `make`; None if it must be repeated, with the new lease or count that it needed."""
         key, before = self._count
@@ -287,19 +251,19 @@ class ExactlyOnceWriter:
                 change,
                 deadline,
                 lost,
-                guards=[*guards, *(fence.guard for fence in self._fences)],
+                guards=[*guards, *map(api.exists, self._fences)],
                 also=[Put(op.key, op.value, lease) if isinstance(op, Put) else op for op in ops],
-                reads=[Get(Span(name)) for name in (*(fence.key for fence in self._fences), look) if name],
+                reads=[Get(Span(name)) for name in (*self._fences, look) if name],
             )
             if outcome.done:
                 return self._made(outcome, look, deadline)
             for fence, found in zip(self._fences, outcome.reads, strict=False):
-                if not fence.stands(found.one):
+                if found.one is None:
                     raise round_over(fence)
             if _revision(outcome.kv) != _revision(before):
                 if lost:
-                    raise OutcomeUnknown(_GONE.format(key))
-                self._count = self._new_count()
+                    raise errors.OutcomeUnknown(_GONE.format(key))
+                self._count = self._new_count()  # its lease has ended, as the next attempt shows
                 return None
             refused = Made(False, outcome.reads[-1].one if look else None)
             if not lost:
@@ -308,14 +272,14 @@ class ExactlyOnceWriter:
             if spent.kv is not None and spent.kv.value == change.value:  # the change arrived after all, before this
                 return self._made(spent, look, deadline)
             if not spent.done:
-                raise OutcomeUnknown(_GONE.format(key))
+                raise errors.OutcomeUnknown(_GONE.format(key))
             self._count = key, spent.kv
             return refused
-        except LeaseLost as error:
+        except errors.LeaseLost as error:
             self._lease_is_gone(error, is_unknown=bool(lost))
             return None
 
-    def _write(self, put: Put, deadline: float, lost: list[EtcdError], **beside: Any) -> WriteOutcome:
+    def _write(self, put: Put, deadline: float, lost: _Lost, **beside: Any) -> WriteOutcome:
         """Write the count."""
         left = max(deadline - concurrency.now(), SHORTEST_TIMEOUT)
         return write_once(self._etcd, put, self._count[1], timeout=left, cancelled=self._closed, lost=lost, **beside)
@@ -331,7 +295,7 @@ class ExactlyOnceWriter:
         get = Get(Span(look), revision=outcome.kv.mod_revision)  # an answer was lost: the key may have changed since
         try:
             read = retry_until_answered(lambda left: self._etcd.range(get, timeout=left), deadline, self._closed)
-        except RequestRefused:
+        except errors.RequestRefused:
             return Made(True)  # compacted
         return Made(True, read.one)
 
@@ -350,23 +314,23 @@ class ExactlyOnceWriter:
     def _one_of(self, session: Session, within: TimeLimit) -> Session:
         """The new session; or that of a change in a signal handler, which was granted one meanwhile and has keys."""
         if (earlier := self._session) is not None:
-            with suppress(EtcdError):  # it expires by itself
+            with suppress(errors.EtcdError):  # it expires by itself
                 session.close(within.left())
             return earlier
         if self._closed.is_set():  # meanwhile: `close()` may have seen no session
             session.orphan()
         return session
 
-    def _lease_is_gone(self, error: LeaseLost, is_unknown: bool) -> None:
+    def _lease_is_gone(self, error: errors.LeaseLost, is_unknown: bool) -> None:
         """Begin a new count, which goes with the next lease."""
         if self._session is None:
-            raise RoundOver(
+            raise errors.RoundOver(
                 f"the run of {self._prefix} is gone from etcd, and its store with it: {error}; join again"
             ) from None
         self._session.orphan()
         self._session = None
         if is_unknown:  # the count, which shows whether it happened, went with the lease
-            raise OutcomeUnknown(
+            raise errors.OutcomeUnknown(
                 f"a change was not answered, and then its lease was gone: {error}; read again"
             ) from None
         self._count = self._new_count()
@@ -375,9 +339,9 @@ class ExactlyOnceWriter:
         return f"{self._prefix}{uuid.uuid4().hex}", None
 
 
-def round_over(fence: Fence) -> RoundOver:
+def round_over(fence: str) -> errors.RoundOver:
     """The error when the fence is gone."""
-    return RoundOver(f"the round of {fence.key} is over; join the next one and use its store")
+    return errors.RoundOver(f"the round of {fence} is over; join the next one and use its store")
 
 
 def _revision(kv: KeyValue | None) -> int:

@@ -11,8 +11,11 @@ import atexit
 from typing import Final
 
 from torch.distributed.elastic.rendezvous import api
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    Token,
+    create_handler as create_torchs_handler,
+)
 
 from ftcoord import concurrency
 from ftcoord.core.layout import backend_state_key, backend_store_prefix
@@ -20,7 +23,7 @@ from ftcoord.errors import ConfigError, EtcdError, LeaseLost
 from ftcoord.escaping import redacted
 from ftcoord.etcd.api import Etcd, Get, KeyValue, Put, Span
 from ftcoord.primitives.write_once import WriteOutcome, write_once
-from ftcoord.rendezvous.handler import open_run, with_conf
+from ftcoord.rendezvous.handler import open_run
 from ftcoord.store import EtcdStore
 
 NAME: Final = "etcd-v3-dynamic"
@@ -104,7 +107,7 @@ def create_backend(params: api.RendezvousParameters) -> tuple[EtcdRendezvousBack
     conf = {key: value for key, value in params.config.items() if key not in _TORCH_KEYS}
     if conf.get("timers") is not None:
         raise ConfigError("timers", redacted(conf["timers"]), "leave it out: only etcd-v3 serves timers")
-    settings, etcd, server = open_run(with_conf(params, conf))
+    settings, etcd, server = open_run(params, conf)
     if server is not None:
         atexit.register(server.stop)
     backend = EtcdRendezvousBackend(etcd, backend_state_key(settings.prefix))

@@ -43,7 +43,7 @@ def own_address(local_addr: str | None, etcd: EtcdConfig, *, alone: bool = False
         return local_addr
     if (found := next(filter(_is_reachable, own_addresses(etcd)), None)) is not None:
         return found
-    name = _own_name()
+    name = socket.getfqdn()
     resolved = _addresses_of(name)
     if any(map(_is_reachable, resolved)):
         return name
@@ -129,18 +129,11 @@ def _interfaces() -> Iterator[str | None]:
                     yield socket.inet_ntoa(found[20:24])
 
 
-def _own_name() -> str:
-    try:
-        return socket.getfqdn()
-    except UnicodeError:  # for a label that is empty or too long
-        return socket.gethostname()
-
-
 def _addresses_of(name: str) -> list[str]:
     """What a name resolves to; empty if it does not."""
     try:
         return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None)))
-    except (OSError, UnicodeError):  # the latter as above
+    except (OSError, UnicodeError):  # the latter for a label that is empty or too long
         return []
 
 

@@ -26,7 +26,7 @@ from ftcoord import concurrency
 from ftcoord.config import EtcdConfig
 from ftcoord.core import rendezvous_records
 from ftcoord.core.layout import fence_key, round_store_prefix
-from ftcoord.core.rendezvous_records import RoundHead, WorkerFailure
+from ftcoord.core.rendezvous_records import STOPPED, RoundHead, WorkerFailure
 from ftcoord.core.timers import TimerInfo
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import ConfigError, EtcdError, ThreadNotStarted
@@ -40,9 +40,9 @@ from ftcoord.primitives.orphans import MarkedChildren
 from ftcoord.primitives.sentinel import Sentinel
 from ftcoord.rendezvous.bootstrap import Reservation, address_trouble, check_local_addr, own_address
 from ftcoord.rendezvous.node import SHUT_DOWN, Node
-from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.workers import WorkerWatch, failure_in, raised_as_exceptions, reason_of, why_process_ends
+from ftcoord.stop import StopRelay
 from ftcoord.store import EtcdStore
 from ftcoord.timer.etcd_timer import serve_timers
 
@@ -62,6 +62,7 @@ class HandlerResources:
         self.store: EtcdStore | None = None
         self.tcp_store: TCPStore | None = None
         self.watch: WorkerWatch | None = None
+        self.stop_relay: StopRelay | None = None
         self.timers: dict[int, str] = {}  # any thread
         """The scopes of the expiration timers for which workers were killed, by pid."""
         self.stopped_at: float | None = None
@@ -102,8 +103,10 @@ class HandlerResources:
         watch, self.watch = self.watch, None
         if watch is not None:
             watch.end()
+        if self.stop_relay is not None:
+            self.stop_relay.close()
         self.timers.clear()
-        self.stopped_at = None
+        self.stopped_at = self.stop_relay = None
         if self.store is not None:
             self.store.close()
         self.store = self.tcp_store = None
@@ -155,7 +158,6 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
         if server is not None:
             ends.callback(server.stop)
         ends.callback(etcd.close)
-        self._run = RunRecord(etcd, settings)
         self._address = own_address(settings.local_addr, etcd.config, alone=settings.max_nodes == 1)
         self.host = f"{socket.gethostname()} (pid {os.getpid()})"
         self._resources = HandlerResources(Node(etcd, settings, self._address, self.host), ends)
@@ -243,7 +245,7 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
         """
         with self._recorded("is_closed"):
             member = self._node.participant.member
-            known = (member.record if member and not member.lost else None) or self._run.read()
+            known = (member.record if member and not member.lost else None) or self._node.run.read()
         return known is not None and bool(known.closed)
 
     def set_closed(self) -> None:
@@ -253,7 +255,7 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
         RendezvousStateError when the run's record cannot be read.
         """
         with self._recorded("set_closed"):
-            self._run.close(f"closed by {self.host}", rendezvous_records.CLOSED, by=self.host)
+            self._node.run.close(f"closed by {self.host}", rendezvous_records.CLOSED, by=self.host)
 
     def shutdown(self) -> bool:
         """Leave, and close the run if this node's workers have finished or have used up their restarts.
@@ -270,9 +272,12 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
         try:
             # Who catches torch's RendezvousGracefulExitError calls this without one.
             if not self._node.is_drained and (error is None or isinstance(error, ChildFailedError)):
-                outcome = rendezvous_records.FINISHED if error is None else rendezvous_records.FAILED
+                done = STOPPED if self._node.stop_reason else rendezvous_records.FINISHED
+                outcome = done if error is None else rendezvous_records.FAILED
+                why = f"{self.host} {outcome}" + (f": {self._node.stop_reason}" if outcome == STOPPED else "")
                 speaker = self._node.speaker if self._node.round else None
-                self._run.close(f"{self.host} {outcome}", outcome, speaker, self._why_failed(error), self.host)
+                with self._node.torch_errors():
+                    self._node.run.close(why, outcome, speaker, self._why_failed(error), self.host)
         except api.RendezvousError as problem:
             log.warning("the run could not be closed: %s", problem)
             self._told = False
@@ -306,13 +311,11 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
                 self._resources.ends.callback(
                     serve_timers(self._settings.prefix, self._etcd, expiring, is_embedded, mark=children.mark)
                 )
-            try:
-                self._node.participant.prepare()
-            except UNANSWERED as error:
-                log.debug("the lease and the watch of the first round were not prepared: %s", error)
-            except EtcdError as error:
-                run = self._settings.run_id
-                raise api.RendezvousConnectionError(f"could not prepare for run {run!r}: {error}") from None
+            with self._node.torch_errors():
+                try:
+                    self._node.participant.prepare()
+                except UNANSWERED as error:
+                    log.debug("the lease and the watch of the first round were not prepared: %s", error)
             undo.pop_all()
 
     def _join(self) -> tuple[RoundHead, int]:
@@ -337,12 +340,15 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
             raise api.RendezvousClosedError(SHUT_DOWN)
         rank = self._node.rank
         if rank == 0 and self.use_agent_store:
-            self._resources.tcp_store = reservation.serve()
+            store = self._resources.tcp_store = reservation.serve()
+            node = self._node  # the relay's thread must not refer to this handler, which may be dropped
+            ask = functools.partial(node.run.stop, by=self.host)
+            self._resources.stop_relay = StopRelay(store, lambda: node.stop_reason, ask)
         prefix = self._settings.prefix
         self._resources.store = EtcdStore(
             self._etcd,
             round_store_prefix(prefix, round_.name),
-            lease=member.record_lease or None,  # 0 if the record was deleted just now
+            lease=(member.record_kv and member.record_kv.lease) or None,  # None if the record was deleted just now
             fence=fence_key(prefix, round_.name),
         )
         return rank
@@ -377,14 +383,15 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
     def _log(self, text: str, round_: RoundHead, reason: str, rank: int | None = None) -> None:
         """Log a change of this node's state; `round_` is the last round that it took part in."""
         member, run = self._node.participant.member, self._settings.run_id
-        id_, revision = (member.id, member.record_revision or None) if member else (None, None)
+        id_, revision = (member.id, member.record_kv and member.record_kv.mod_revision) if member else (None, None)
         at = {"run": run, "round": round_.number, "host": self.host, "member": id_, "revision": revision}
         log_change(log, text, rank=rank, reason=reason, **at)
 
     @contextlib.contextmanager
     def _recorded(self, action: str) -> Iterator[None]:
         try:
-            yield
+            with self._node.torch_errors():
+                yield
         except api.RendezvousError as error:
             self._record(action, f"{type(error).__name__}: {error}", state=NodeState.FAILED)
             raise
@@ -404,8 +411,10 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
 # -- from torchrun's parameters -------------------------------------------------------------------------------------
 
 
-def create_handler(params: api.RendezvousParameters) -> api.RendezvousHandler:
+def create_handler(params: api.RendezvousParameters, conf: Mapping[str, object] | None = None) -> api.RendezvousHandler:
     """Make the handler that `torchrun --rdzv-backend=etcd-v3` uses. It has joined no round yet.
+
+    `conf` replaces the parameters' own ``rdzv_conf``.
 
     Raises:
         ConfigError (a ValueError): bad settings, before any socket is opened.
@@ -414,39 +423,28 @@ def create_handler(params: api.RendezvousParameters) -> api.RendezvousHandler:
     """
     show_log_lines()
     metrics_at = MetricsAddress.of_environment()
-    handler = EtcdRendezvousHandler(*open_run(params))
+    handler = EtcdRendezvousHandler(*open_run(params, conf))
     handler.prepare(metrics_at)
     return handler
 
 
 def check_for_torch(params: api.RendezvousParameters) -> None:
-    """Raises ConfigError for an id, or a name of this host, that torch's agent cannot use. It names its log folder
-    after the id, and looks up the name.
+    """Raises ConfigError for an id that torch's agent cannot use: it names its log folder after it.
 
     For an agent that torch starts: it would end with another exception, after it has joined.
     """
-    try:
-        socket.getfqdn()
-    except UnicodeError as error:
-        allowed = f"torch cannot look it up ({error}): its parts must have 1 to 63 ASCII characters (`hostname NAME`)"
-        raise ConfigError("host name", socket.gethostname(), allowed) from None
     run_id = params.run_id
     if isinstance(run_id, str) and ("/" in run_id or len(os.fsencode(run_id)) > LONGEST_FOLDER):
         allowed = f"torch names a log folder after it: give an id without '/', of at most {LONGEST_FOLDER} bytes"
         raise ConfigError("run_id", redacted(run_id), f"{allowed} (--rdzv-id)")
 
 
-def with_conf(params: api.RendezvousParameters, conf: Mapping[str, object]) -> api.RendezvousParameters:
-    """The same parameters with a different ``rdzv_conf``."""
-    return api.RendezvousParameters(
-        params.backend, params.endpoint, params.run_id, params.min_nodes, params.max_nodes, params.local_addr, **conf
-    )
-
-
-def open_run(params: api.RendezvousParameters) -> tuple[RendezvousSettings, SharedClient, EtcdServer | None]:
+def open_run(
+    params: api.RendezvousParameters, conf: Mapping[str, object] | None = None
+) -> tuple[RendezvousSettings, SharedClient, EtcdServer | None]:
     """A run's settings, checked, a client whose etcd has answered, and the embedded etcd if there is one.
 
-    Raises what `create_handler` raises.
+    `conf` replaces the parameters' own ``rdzv_conf``. Raises what `create_handler` raises.
     """
     settings = RendezvousSettings.parse(
         backend=params.backend,
@@ -455,7 +453,7 @@ def open_run(params: api.RendezvousParameters) -> tuple[RendezvousSettings, Shar
         min_nodes=params.min_nodes,
         max_nodes=params.max_nodes,
         local_addr=params.local_addr,
-        conf=params.config,
+        conf=params.config if conf is None else conf,
     )
     check_local_addr(settings.local_addr)
     if settings.etcd is not None:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import api
 from ftcoord import concurrency
 from ftcoord.core.death_records import Death
 from ftcoord.core.rendezvous import call_back, may_reopen
-from ftcoord.core.rendezvous_records import JoinRequest, RoundHead, WorkerFailure
+from ftcoord.core.rendezvous_records import STOPPED, JoinRequest, RoundHead, WorkerFailure
 from ftcoord.core.verdict import Standing
 from ftcoord.errors import ClientClosed, EtcdError, StateError, ThreadFailed, ThreadNotStarted
 from ftcoord.escaping import neutral
@@ -26,9 +26,8 @@ from ftcoord.etcd.api import Etcd
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import log_change
 from ftcoord.metrics import process as metrics
-from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT, Left, ParticipantOptions
-from ftcoord.primitives.group.pace import Look
-from ftcoord.primitives.group.participant import Participant
+from ftcoord.primitives.group.participant import TAKE_BACK_TIMEOUT, Left, Participant, ParticipantOptions
+from ftcoord.primitives.group.use import Look
 from ftcoord.primitives.write_once import write_attempt_timeout
 from ftcoord.rendezvous.pace import LOOK_TIMEOUT, RoundPace
 from ftcoord.rendezvous.policy import RoundUse
@@ -40,20 +39,6 @@ log = logging.getLogger(__name__)
 SAY_RETRY_PAUSE: Final = 0.5
 """Seconds until a failed write about the seat is tried again."""
 SHUT_DOWN: Final = "this handler was shut down; make a new one"
-
-
-class _Numbers:
-    """The numbers of rounds that a node asks with. For the asking thread; `highest` is read by any."""
-
-    def __init__(self) -> None:
-        self.highest = 0
-        """The highest round that it knows of: it asks for a later one."""
-        self.reopens = -1
-        """The round that ended the run which it restarts; -1 for none."""
-
-    def heard(self, *numbers: int) -> None:
-        """Note these rounds."""
-        self.highest = max(self.highest, *numbers)
 
 
 class Node:
@@ -81,10 +66,7 @@ class Node:
             RoundUse(settings.prefix, options, etcd),
             # A round that is ready counts, though the lease was lost: see `_ready_after_all`.
             ParticipantOptions(
-                settings.times.lease_ttl,
-                settings.times.run_ttl,
-                settings.times.request_timeout,
-                renews=False,
+                settings.times.lease_ttl, settings.times.run_ttl, settings.times.request_timeout, renews=False
             ),
             self._changed,
             self.waiting,  # which returns to the seat: an agent may look for itself only twice a minute
@@ -94,20 +76,23 @@ class Node:
         self.failure: WorkerFailure | None = None  # written by any thread
         """How its worker failed in the last round that it took part in; None if none did."""
         self._holder = SeatHolder(self.participant, settings.times.request_timeout)
-        self._run = RunRecord(etcd, settings)
-        self._numbers = _Numbers()
+        self.run = RunRecord(etcd, settings)
+        self._highest = 0  # read by any thread
+        """The highest round that it knows of: it asks for a later one."""
+        self._reopens = -1
+        """The round that ended the run which it restarts; -1 for none."""
         self._leave_timeout = write_attempt_timeout(etcd) + TAKE_BACK_TIMEOUT
         """Seconds to leave after a call that failed, whose caller may have waited for all of its time."""
         self.begin()
 
     def begin(self) -> None:
         """The join timeout runs from now on."""
-        self.pace = RoundPace(self.participant, self._settings, self._run, self.host)
+        self.pace = RoundPace(self.participant, self._settings, self.run, self.host)
 
     @property
     def speaker(self) -> Speaker:
         """The node that ends the run, if its workers do."""
-        return Speaker(self.id, self.participant.ids)
+        return self.id, self.participant.ids
 
     @property
     def rank(self) -> int:
@@ -128,18 +113,12 @@ class Node:
         """
         self._holder.end()
         try:
-            with self._as_torch_errors():
+            with self.torch_errors():
                 return self._ask(port, self.pace)
         except (api.RendezvousError, SystemExit) as error:
             if not isinstance(error, api.RendezvousStateError) or self.pace.limits.refusal:
-                self.leave(
-                    "other limits"
-                    if isinstance(error, api.RendezvousStateError)
-                    else "drained"
-                    if self.is_drained
-                    else type(error).__name__,
-                    self._leave_timeout,
-                )
+                why = "drained" if self.is_drained else type(error).__name__
+                self.leave("other limits" if isinstance(error, api.RendezvousStateError) else why, self._leave_timeout)
             raise
 
     def stop(self) -> None:
@@ -158,6 +137,10 @@ class Node:
         member = self.participant.member
         mine, now = self.round, member.record if member is not None else None
         is_last = mine is not None and now is not None and now.name == mine.name
+        if is_last and (reason := self.stop_reason):  # the others' workers may still save what they have
+            with contextlib.suppress(EtcdError, StateError):
+                why = f"{self.host} {STOPPED}: {reason}"
+                self.run.close(why, STOPPED, self.speaker, by=self.host, timeout=words.left())
         failures = (self.failure,) if self.failure is not None and is_last else ()
         # Of the seat that it holds, if it holds one: the others know it by that.
         ask = self._hold(mine) if mine is not None else self._new_ask(0)
@@ -193,7 +176,7 @@ class Node:
             assert look.record is not None
             return self._started(look.record)
         # etcd may forget what was heard, and the round in which this node has taken its seat
-        self._numbers.heard(look.ask.seated, look.record.number if look.record is not None else 0)
+        self._highest = max(self._highest, look.ask.seated, look.record.number if look.record is not None else 0)
         if look.standing is Standing.LOST:
             return self._ready_after_all(look, pace)
         if look.standing is Standing.DRAINED:
@@ -205,9 +188,17 @@ class Node:
             self._go_on_or_end(look.record, pace)
         return None
 
+    @property
+    def stop_reason(self) -> str:
+        """Why the ranks of its round are to stop at an agreed step; empty while they are not. For any thread."""
+        member, mine = self.participant.member, self.round
+        now = member.record if member is not None else None
+        return now.stop if now is not None and mine is not None and now.name == mine.name else ""
+
     def _new_ask(self, port: int) -> JoinRequest:
-        settings, after, failure = self._settings, self._numbers.highest, self.failure
-        ask = JoinRequest(
+        settings, after, failure = self._settings, self._highest, self.failure
+        is_next = self.round is not None and after == self.round.number
+        return JoinRequest(
             self.id,
             self._address,
             port,
@@ -216,10 +207,9 @@ class Node:
             nonce="",
             min_nodes=settings.min_nodes,
             max_nodes=settings.max_nodes,
-            reopens=self._numbers.reopens,
+            reopens=self._reopens,
+            failed=(failure,) if is_next and failure is not None else (),
         )
-        is_next = self.round is not None and after == self.round.number
-        return replace(ask, failed=(failure,)) if is_next and failure is not None else ask
 
     def worker_failed(self, mine: RoundHead, failure: WorkerFailure) -> None:
         """Report to the others at once that a worker of that round failed: this node's agent comes back later, when it
@@ -247,7 +237,7 @@ class Node:
         self._seat = next(one for one in reversed(self.participant.ids) if round_.rank_of(one) is not None)
         self.failure = None
         self.round = round_  # first: `waiting` looks at any time
-        self._numbers.highest = round_.number
+        self._highest = round_.number
         self._holder.allow()
         return round_
 
@@ -262,8 +252,8 @@ class Node:
             return None
         deadline = max(pace.deadline, concurrency.now() + LOOK_TIMEOUT)
         try:
-            now = self._run.read(TimeLimit(self._settings.times.request_timeout, deadline).left())
-        except api.RendezvousConnectionError as error:
+            now = self.run.read(TimeLimit(self._settings.times.request_timeout, deadline).left())
+        except EtcdError as error:
             log.debug("could not read whether the round is still the last one: %s", error)
             return None
         stands = now is not None and now.name == known.name and not now.closed
@@ -275,7 +265,7 @@ class Node:
         if not pace.has_waited and self.round is None and may_reopen(now, settings.rounds.restart):
             text = neutral(f"run {settings.run_id!r} is started again; it had ended: {now.closed}")
             log_change(log, text, run=settings.run_id, round=now.number, reason=now.closed, host=self.host)
-            self._numbers.reopens = now.number
+            self._reopens = now.number
             return
         if pace.limits.refusal:  # it was never of this run, so it is no spare of it either
             raise api.RendezvousStateError(pace.limits.refusal)
@@ -299,7 +289,8 @@ class Node:
         raise SystemExit(0)
 
     @contextlib.contextmanager
-    def _as_torch_errors(self) -> Iterator[None]:
+    def torch_errors(self) -> Iterator[None]:
+        """Raises torch's rendezvous errors for ftcoord's."""
         run = repr(self._settings.run_id)
         try:
             yield
@@ -312,7 +303,7 @@ class Node:
         except ThreadFailed as error:
             raise api.RendezvousError(f"run {run}: {error}") from error
         except EtcdError as error:
-            raise api.RendezvousConnectionError(f"could not join run {run}: {error}") from None
+            raise api.RendezvousConnectionError(f"run {run}: {error}") from None
 
 
 class SeatHolder:

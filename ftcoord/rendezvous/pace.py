@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Sequence
 from typing import Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
 
 from ftcoord import concurrency
+from ftcoord.core.rendezvous import RETURN_FACTOR, SAY_AGAIN, contradicts, seating_time, spelled, unhurried
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, RoundHead
-from ftcoord.core.round_situation import RETURN_FACTOR, SAY_AGAIN, contradicts, seating_time, spelled, unhurried
 from ftcoord.core.verdict import Standing
 from ftcoord.errors import EtcdError
 from ftcoord.escaping import SHOWN, counted, named, neutral, spanned
 from ftcoord.etcd.retry import TimeLimit
 from ftcoord.logs import ending, log_change
-from ftcoord.primitives.group.pace import Look, signals_at
 from ftcoord.primitives.group.participant import Participant
+from ftcoord.primitives.group.use import Look, signals_at
 from ftcoord.rendezvous.run_record import RunRecord
 from ftcoord.rendezvous.settings import RendezvousSettings
 
@@ -54,34 +53,27 @@ class RoundPace:
     def __init__(
         self, participant: Participant[RoundHead, JoinRequest], settings: RendezvousSettings, run: RunRecord, host: str
     ) -> None:
-        now = concurrency.now()
+        now, turns = concurrency.now(), settings.max_nodes / LINES_PER_SECOND
         self._participant, self._settings, self._run, self._host = participant, settings, run, host
-        self._draw = random.random()
         self.gone = concurrency.event()
         self.deadline = now + settings.times.join_timeout
         self.has_waited = False
         """Whether this node has waited for others: it may then be a spare."""
-        self._waits_since = math.inf
+        self.limits = OtherLimits(settings, run)
         self._enough_since = math.inf
         """Since when there have been enough nodes for a round at the latest, as far as this node knows."""
-        self._stated: tuple[int, int] | None = None
-        """The limits in the last record; zeros for none. None before the first look."""
-        self.limits = OtherLimits(settings, run)
         self._spare_of = 0
         """The last round without a seat for this node, for the log."""
         self._check_at = math.inf
-        """When to write again that this node takes its seat, or to check again whether other limits are in its way."""
-        self._line_at = now + FIRST_LINE
-        """When to log next who is there, before this node's turn is added."""
+        """When to write again that this node takes its seat."""
         self._seated = 0, now
         """The round in which it takes its seat, and since when."""
-        self._tolerated: RoundHead | None = None
-        """A record with other limits, which no other live node has, as far as is known."""
+        self._interval = max(LINE_INTERVAL, turns)
+        self._line_at = now + FIRST_LINE + random.random() * min(turns, LINE_INTERVAL)
+        """When to log next who is there: each node in its turn, so that not all read that at once."""
 
     def see(self, look: Look[RoundHead, JoinRequest]) -> Standing:
         standing, now = look.standing, concurrency.now()
-        if standing is Standing.REFUSED and look.record is self._tolerated:
-            standing = Standing.PENDING
         if standing is Standing.SEATED:
             # The decider ends this by itself when a seat is not taken; nobody's time is over while others count on it.
             seating = seating_time(self._seats(look.record), self._settings.rounds.last_call_timeout)
@@ -89,68 +81,39 @@ class RoundPace:
             self._check_at = min(self._check_at, self._say_again_at(look.record, now))
         elif standing is Standing.SPARE:  # others run without this node: it may wait forever
             self.deadline = now + self._settings.times.join_timeout
-        stated = (look.record or NO_ROUND).limits
-        if standing is Standing.PENDING and self._stated not in (None, stated):  # since somebody contradicts them
-            self._line_at = min(self._line_at, now)
-        self._stated = stated
-        if standing in (Standing.PENDING, Standing.SPARE):
-            self.has_waited, self._waits_since = True, min(self._waits_since, now)
+        if standing in (Standing.PENDING, Standing.SPARE, Standing.REFUSED):
+            self.has_waited = True
         return standing
 
     def wake_at(self, standing: Standing) -> float:
-        now = concurrency.now()
-        if standing is Standing.REFUSED:
-            return now
-        return min(self.deadline, self._check_at, self._line_at + self._turn, signals_at())
+        due = self.limits.judge_at if standing is Standing.REFUSED else min(self._check_at, self._line_at)
+        return min(self.deadline, due, signals_at())
 
     def tick(self, look: Look[RoundHead, JoinRequest]) -> None:
         """Raises RendezvousTimeoutError after the join timeout, and RendezvousStateError when the limits differ."""
-        now = concurrency.now()
-        if look.standing is Standing.REFUSED:
-            assert look.record is not None
-            self._tolerated, self._check_at = look.record, min(self._check_at, now + LIMITS_INTERVAL)
-            self.limits.judge(look.record, look.ask, self._look_timeout)
-            return
+        now, record = concurrency.now(), look.record
+        if look.standing is Standing.REFUSED and record is not None and now >= self.limits.judge_at:
+            self.limits.judge(record, look.ask, self._look_timeout)
         if now >= self.deadline:
             raise RendezvousTimeoutError(self._why_no_round())
-        if look.standing is Standing.SPARE and look.record is not None:
-            self._log_spare(look.record, now)
         if now >= self._check_at:
-            self._check(look, now)
-        if now >= self._line_at + self._turn:
-            self._line_at = self._next_line(now)
-            if look.standing is Standing.PENDING and log.isEnabledFor(logging.INFO):  # else nobody reads who is there
-                run, there = self._settings.run_id, self._attendance(self._look_timeout, says_when=True)
-                log_change(log, f"run {run!r}: waits for a round: {there}", run=run, reason=there, host=self._host)
-
-    def _next_line(self, now: float) -> float:
-        return now - self._turn + max(LINE_INTERVAL, self._settings.max_nodes / LINES_PER_SECOND)
-
-    def _log_spare(self, full: RoundHead, now: float) -> None:
-        """Log at once for each round that this node is a spare, and then from time to time."""
-        if self._spare_of == full.number and now < self._line_at + self._turn:
-            return
-        self._spare_of, self._line_at, run = full.number, self._next_line(now), self._settings.run_id
-        most = counted(self._settings.max_nodes, "node")
-        text = f"run {run!r}: round {full.number} runs on {full.size} of at most {most}; this node is a spare"
-        member = self._participant.member
-        log_change(log, text, run=run, round=full.number, host=self._host, member=member.id if member else None)
-
-    @property
-    def _turn(self) -> float:
-        """By how many seconds this node logs later than others, so that not all read who is there at once."""
-        return self._draw * min(self._settings.max_nodes / LINES_PER_SECOND, LINE_INTERVAL)
+            self._check_at = math.inf
+            if record is not None and record.number == look.ask.seated:
+                self._check_at = self._say_again_at(record, now)
+                self._participant.reaffirm(look.ask, self)  # for what was said a while ago does not count
+        is_due, run = now >= self._line_at, self._settings.run_id
+        if look.standing is Standing.SPARE and record is not None and (is_due or self._spare_of != record.number):
+            is_due, self._spare_of, most = True, record.number, counted(self._settings.max_nodes, "node")
+            text = f"run {run!r}: round {record.number} runs on {record.size} of at most {most}; this node is a spare"
+            log_change(log, text, run=run, round=record.number, host=self._host)
+        elif is_due and look.standing is Standing.PENDING and log.isEnabledFor(logging.INFO):  # else nobody reads it
+            there = self._attendance(self._look_timeout, says_when=True)
+            log_change(log, f"run {run!r}: waits for a round: {there}", run=run, reason=there, host=self._host)
+        if is_due:
+            self._line_at = now + self._interval
 
     def _seats(self, record: RoundHead | None) -> int:
         return record.size if record is not None and record.size else self._settings.min_nodes
-
-    def _check(self, look: Look[RoundHead, JoinRequest], now: float) -> None:
-        self._tolerated = None
-        if look.record is not None and look.record.number == look.ask.seated:
-            self._check_at = self._say_again_at(look.record, now)
-            self._participant.reaffirm(look.ask, self)  # for what was said a while ago does not count
-        else:
-            self._check_at = math.inf
 
     def _say_again_at(self, record: RoundHead | None, now: float) -> float:
         """When to write again that this node takes its seat."""
@@ -178,29 +141,29 @@ class RoundPace:
             asks, count = self._run.members(SHOWN, timeout)
         except EtcdError as error:
             return f"could not read who is there: {error}"
-        before = self._participant.record
-        if before is not None and before.closed:
-            nodes = {seat.node for seat in before.known.values()} if before is not None else ()
+        before = self._participant.record or NO_ROUND
+        if before.closed:
+            nodes = {seat.node for seat in before.known.values()}
             old = [ask.host for ask in asks if ask.node in nodes or ask.seated == before.number]
             if old:
                 return f"{named(old)} of the run that had ended has still to end"
         mine = self._settings.min_nodes, self._settings.max_nodes
-        limits = mine if before is None or before.limits == NO_ROUND.limits else before.limits
-        alike = [ask.host for ask in asks if ask.limits == limits]
-        count -= len(asks) - len(alike)
-        return attendance(asks, count, limits) + (f"; {self._when(alike, count, limits, before)}" if says_when else "")
+        limits = mine if before.limits == NO_ROUND.limits else before.limits
+        refused = [f"{ask.host} {contradicts(ask.limits, limits)}" for ask in asks if ask.limits != limits]
+        count, hosts = count - len(refused), [ask.host for ask in asks if ask.limits == limits]
+        who = f" ({named(hosts, count)})" if hosts else ""
+        there = f"{count} of {spanned(limits, 'node')} {'is' if count == 1 else 'are'} there{who}"
+        return "; ".join([there, *refused, *([self._when(count, limits, before)] if says_when else [])])
 
-    def _when(self, hosts: Sequence[str], count: int, limits: tuple[int, int], before: RoundHead | None) -> str:
-        """Until when this node waits if no more nodes come than these, of which `hosts` are the first."""
-        settings, now = self._settings, concurrency.now()
-        earlier = limits[0] - 1
-        if count <= earlier:
+    def _when(self, count: int, limits: tuple[int, int], before: RoundHead) -> str:
+        """Until when this node waits if no more than so many nodes come."""
+        now = concurrency.now()
+        if count < limits[0]:
             self._enough_since = math.inf
             return ending(self.deadline)
-        came_last = len(hosts) >= earlier and self._host not in hosts[:earlier]
-        self._enough_since = min(self._enough_since, self._waits_since if came_last else now)
+        self._enough_since = min(self._enough_since, now)
         # Those of the last round have longer to come back.
-        last_call = settings.rounds.last_call_timeout * (RETURN_FACTOR if before is not None and before.size else 1.0)
+        last_call = self._settings.rounds.last_call_timeout * (RETURN_FACTOR if before.size else 1.0)
         left = math.ceil(self._enough_since + last_call - now)
         when = f"it starts within {left} s (last_call_timeout)" if left > 0 else "it is due"
         more = limits[1] - count
@@ -218,12 +181,15 @@ class OtherLimits:
     def __init__(self, settings: RendezvousSettings, run: RunRecord) -> None:
         self._settings, self._run = settings, run
         self._since: float | None = None
+        self.judge_at = -math.inf
+        """When to judge next."""
         self.refusal = ""
         """Why this node is refused; empty while it may not be."""
 
     def judge(self, now: RoundHead, ask: JoinRequest, timeout: float) -> None:
         """Raises RendezvousStateError when others have had the limits of the run `now` for longer than a lease
         lasts."""
+        self.judge_at = concurrency.now() + LIMITS_INTERVAL
         try:
             asks, _ = self._run.members(MEMBERS_LOOKED_AT, timeout)
         except EtcdError as error:
@@ -243,13 +209,3 @@ class OtherLimits:
             log.warning("%s; waiting until it is certain that the other one lives", self.refusal)
         if moment > self._since + self._settings.times.lease_ttl * LEASES_OUTLIVED:
             raise RendezvousStateError(self.refusal)
-
-
-def attendance(asks: Sequence[JoinRequest], count: int, limits: tuple[int, int]) -> str:
-    """How many nodes are there for a round with these limits, and which; and who is refused for other ones. `asks` are
-    the first of the `count` requests with these limits, and others."""
-    hosts = [ask.host for ask in asks if ask.limits == limits]
-    who = f" ({named(hosts, count)})" if hosts else ""
-    there = f"{count} of {spanned(limits, 'node')} {'is' if count == 1 else 'are'} there{who}"
-    refused = [f"{ask.host} {contradicts(ask.limits, limits)}" for ask in asks if ask.limits != limits]
-    return "; ".join([there, *refused])

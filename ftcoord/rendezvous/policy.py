@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from math import inf
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.core import layout, rendezvous
-from ftcoord.core import rendezvous_records as records
+from ftcoord.core import history, layout, rendezvous, rendezvous_records as records
 from ftcoord.core.death_records import KnownCause
-from ftcoord.core.history import Ends, HistoryEvent, Vacant, lost_ends, note_ends, round_events, signed, told_end
-from ftcoord.core.layout import Span
-from ftcoord.core.rendezvous import decide
+from ftcoord.core.history import Ends, HistoryEvent, Vacant
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide
 from ftcoord.core.rendezvous_records import NO_ROUND, Chunk, JoinRequest, KnownRound, Round, RoundHead
-from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation, held_seats, vacant
 from ftcoord.core.strict import LARGEST_DECIDED_STEP, check_step
 from ftcoord.core.verdict import Outlook, Publish, Verdict, Wait
-from ftcoord.etcd.api import Etcd, Get, KeyValue, RangeResult
+from ftcoord.etcd.api import Etcd, KeyValue
 from ftcoord.primitives.deaths import causes_known
-from ftcoord.primitives.group.parse_cache import ParsedKeys
-from ftcoord.primitives.group.policy import ReadBack, View
-from ftcoord.primitives.group.use import Use
-from ftcoord.rendezvous.record_change import SeatsReplaced, read_seats
+from ftcoord.primitives.group.use import ParsedKeys, ReadBack, Use, View
+from ftcoord.rendezvous.run_record import SeatsReplaced, read_seats
 
 log = logging.getLogger(__name__)
 
@@ -91,50 +86,8 @@ class RoundUse(Use[RoundHead, JoinRequest]):
         return rendezvous.outlook(record, me[-1], ask)
 
 
-class _State:
-    """The state of the last round, as a decider sees it."""
-
-    def __init__(self) -> None:
-        self._known: tuple[object, ...] = ()
-        self._since: tuple[float, int] = 0.0, 0
-
-    def since(self, record: RoundHead | None, view: View) -> tuple[float, int]:
-        """When this round entered its state, as first seen here, and at which revision of etcd. An operator who drains
-        another node changes the record, but does not restart timeouts."""
-        if record is None or view.decided is None:
-            return view.decided_at, 0
-        state = record.name, record.ready, record.recalled, record.closed
-        if state != self._known:
-            self._known, self._since = state, (view.decided_at, view.decided.mod_revision)
-        return self._since
-
-
-class _Seats:
-    """The seats of the last round, for its decider.
-
-    Args:
-        prefix: the run's prefix.
-        read: reads from etcd, for a round that another member decided.
-    """
-
-    def __init__(self, prefix: str, read: Callable[[Get], RangeResult]) -> None:
-        self._prefix, self._read = prefix, read
-        self._known: dict[str, Round] = {}
-        """By name: the last round, and the one that this decider wants next."""
-
-    def note(self, round_: Round) -> None:
-        """Keep the seats of a round that this decider is about to publish."""
-        self._known[round_.name] = round_
-
-    def of(self, head: RoundHead) -> Round:
-        """The round of this head, with its seats. Raises as `read_seats` does."""
-        known = self._known.get(head.name) or read_seats(self._read, self._prefix, head)
-        self._known = {head.name: known}
-        return Round.of(head, known.seats, known.away)
-
-
 class RendezvousPolicy:
-    """Decides the rounds of one run. Implements `ftcoord.primitives.group.policy.Policy`.
+    """Decides the rounds of one run. Implements `ftcoord.primitives.group.use.Policy`.
 
     Args:
         prefix: the run's prefix.
@@ -142,23 +95,18 @@ class RendezvousPolicy:
         etcd: for reading who sits in a round that another member decided, and why members are gone.
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        options: RoundOptions,
-        etcd: Etcd,
-    ) -> None:
+    def __init__(self, prefix: str, options: RoundOptions, etcd: Etcd) -> None:
         self._prefix, self._options, self._etcd = prefix, options, etcd
-        self._seats = _Seats(prefix, etcd.range)
+        self._rounds: dict[str, Round] = {}
+        """By name: the last round, and the one that this decider wants next."""
+        self._state: tuple[tuple[object, ...], float, int] = (), 0.0, 0
+        """The state of the last round, when it was first seen in it, and at which revision of etcd."""
         self._members = ParsedKeys(records.parse_join_request)
         self._candidates: dict[str, RoundCandidate] = {}
         """By key, as they were at the last decision."""
-        self._state = _State()
         self._looked: dict[tuple[str, bool], tuple[float, Vacant]] = {}
         """By member with a seat in the last round that it has no longer, and whether it is held under another lease:
         when this decider saw it, and what is known."""
-        self._gone: list[tuple[float, Vacant]] = []
-        """Those that are gone."""
         self._ends: tuple[str, Ends] = "", {}
         """How parts in the last round ended: its name, and the ends."""
         self._read_back = ReadBack()
@@ -166,13 +114,11 @@ class RendezvousPolicy:
     def decide(self, view: View, me: str, now: float) -> Verdict[bytes]:
         """Raises StateError when the decided record cannot be read by this version, EtcdError when its seats cannot be
         read."""
-        record = records.parse_decided(view.decided.key, view.decided.value) if view.decided else None
-        since = self._state.since(record, view)
         try:
-            previous = self._seats.of(record) if record is not None else None
+            previous = self._round_of(view.decided) if view.decided else None
         except SeatsReplaced:
             return Wait("another record has replaced the one that is known: it is on its way")
-        situation = self._situation(view, previous, since, now)
+        situation = self._situation(view, previous, now)
         verdict = decide(situation, self._options, now)
         if isinstance(verdict, Wait):
             return verdict
@@ -180,10 +126,27 @@ class RendezvousPolicy:
         published = self._read_back.passed(decision, lambda one: read_round(self._prefix, one), now)
         if isinstance(published, Wait):
             return published
-        events = round_events(previous, verdict.record, situation.ends)
-        return replace(published, events=signed(events, me, int(concurrency.wall() * 1000)))
+        events = history.round_events(previous, verdict.record, situation.ends)
+        return replace(published, events=history.signed(events, me, int(concurrency.wall() * 1000)))
 
-    def _situation(self, view: View, previous: Round | None, since: tuple[float, int], now: float) -> RoundSituation:
+    def _round_of(self, decided: KeyValue) -> Round:
+        """The last round, with its seats. Raises as `read_seats` does."""
+        head = records.parse_decided(decided.key, decided.value)
+        known = self._rounds.get(head.name) or read_seats(self._etcd.range, self._prefix, head)
+        self._rounds = {head.name: known}
+        return Round.of(head, known.seats, known.away)
+
+    def _since(self, view: View, previous: Round | None) -> tuple[float, int]:
+        """When the last round entered its state, as first seen here, and at which revision of etcd. An operator who
+        drains another node changes the record, but does not restart timeouts."""
+        if previous is None or view.decided is None:
+            return view.decided_at, 0
+        state = previous.name, previous.ready, previous.recalled, previous.closed
+        if state != self._state[0]:
+            self._state = state, view.decided_at, view.decided.mod_revision
+        return self._state[1:]
+
+    def _situation(self, view: View, previous: Round | None, now: float) -> RoundSituation:
         before, self._candidates = self._candidates, {}
         for kv, ask in self._members.of(view.members, previous.number if previous else 0):
             seen, one = view.seen[kv.key], before.get(kv.key)
@@ -191,66 +154,65 @@ class RendezvousPolicy:
                 one = RoundCandidate(layout.member_of(kv.key), ask, seen, kv.mod_revision)
             self._candidates[kv.key] = one
         members = list(self._candidates.values())
-        deaths, gone_since = self._gone_of(previous, members, view, now)
+        unreadable = frozenset(map(layout.member_of, self._members.unreadable))
+        previous_at, revision = self._since(view, previous)
+        gone = self._gone_of(previous, members, unreadable, view, now)
         return RoundSituation(
             members=members,
             changed_at=view.changed_at,
             previous=previous,
-            previous_at=since[0],
+            previous_at=previous_at,
             read_at=view.read_at,
-            deaths=deaths,
-            gone_since=gone_since,
-            ends=self._ends_of(previous, members, since[0]),
-            decided_revision=since[1],
-            unreadable=self._unreadable(),
+            deaths={seat.member: history.told_end(seat, known) for _, (seat, known) in gone if known.cause},
+            gone_since=min((since for since, _ in gone), default=now),
+            ends=self._ends_of(previous, members, gone, previous_at),
+            decided_revision=revision,
+            unreadable=unreadable,
             token=uuid.uuid4().hex[: records.TOKEN_DIGITS],
         )
 
-    def _unreadable(self) -> frozenset[str]:
-        """The live members whose records cannot be read, as far as this has seen."""
-        return frozenset(map(layout.member_of, self._members.unreadable))
-
     def _gone_of(
-        self, previous: Round | None, members: Sequence[RoundCandidate], view: View, now: float
-    ) -> tuple[Mapping[str, str], float]:
-        """Why members with a seat are gone, if it is known, and since when the first of them is. One whose seat is held
-        under another lease is gone if it has a cause: it was evicted.
+        self, previous: Round | None, members: Sequence[RoundCandidate], unreadable: Set[str], view: View, now: float
+    ) -> list[tuple[float, Vacant]]:
+        """The members with a seat that are gone: since when, and why, if it is known. One whose seat is held under
+        another lease is gone if it has a cause: it was evicted.
 
         Each cause is read once: a sentinel writes it before its member goes. Of one that was gone and came back to its
         seat, another cause counts when it is gone again.
         """
-        seats: set[tuple[str, bool]] = set()
-        if previous is not None and not previous.closed:
-            seats = {(member, False) for member in vacant(previous, members, self._unreadable())}
-            seats |= {(member, True) for member in held_seats(previous, members)}
+        if previous is None or previous.closed:
+            self._looked = {}
+            return []
+        seats = {(member, False) for member in rendezvous.vacant(previous, members, unreadable)}
+        seats |= {(member, True) for member in rendezvous.held_seats(previous, members)}
         self._looked = {seat: found for seat, found in self._looked.items() if seat in seats}
-        if previous is not None and (new := seats - self._looked.keys()):
+        if new := seats - self._looked.keys():
             causes = causes_known(self._etcd, self._prefix, (member for member, _ in new))
             for member, is_held in sorted(new):
                 seat = previous.seats[previous.ranks[member]]
                 cause = causes.get(member, KnownCause("", view.revision))
                 self._looked[member, is_held] = now, (seat, cause)
-        self._gone = [found for (_, is_held), found in self._looked.items() if found[1][1].cause or not is_held]
-        first = min((since for since, _ in self._gone), default=now)
-        return {seat.member: told_end(seat, known) for _, (seat, known) in self._gone if known.cause}, first
+        return [found for (_, is_held), found in self._looked.items() if found[1][1].cause or not is_held]
 
     def _ends_of(
-        self, previous: Round | None, members: Sequence[RoundCandidate], since: float
+        self,
+        previous: Round | None,
+        members: Sequence[RoundCandidate],
+        gone: Sequence[tuple[float, Vacant]],
+        since: float,
     ) -> Sequence[HistoryEvent]:
         """How parts in the last round have ended, as far as is known. `since`: when it entered its state."""
         if previous is None or not previous.seats or previous.closed:
             return ()
-        if self._ends[0] != previous.name:
-            self._ends = previous.name, {}
+        before = self._ends[1] if self._ends[0] == previous.name else {}
         asks = ((member.ask, member.revision) for member in members)
-        ends = note_ends(self._ends[1], previous, asks, (known for _, known in self._gone))
+        ends = history.note_ends(before, previous, asks, (known for _, known in gone))
         self._ends = previous.name, ends
         # A host whose lease ends later than a lease may live on did not end the round: it was lost after that.
         is_over = self._options.return_to_seat and previous.recalled
         until = since + self._options.return_to_seat + LEASE_GRACE if is_over else inf
-        gone = [known for at, known in self._gone if at <= until]
-        lost = lost_ends(previous, gone, {member.ask.node for member in members}) if gone else []
-        return *ends.values(), *lost
+        in_time = [known for at, known in gone if at <= until]
+        return *ends.values(), *history.lost_ends(previous, in_time, {member.ask.node for member in members})
 
     # -- a decision as keys and bytes -----------------------------------------------------------------------------
 
@@ -260,11 +222,11 @@ class RendezvousPolicy:
         value, before = records.encode(record), (previous or NO_ROUND).name
         if record.name == before:
             return Publish(value, decision.reason, decision.rule)
-        self._seats.note(record)
+        self._rounds[record.name] = record  # its seats, which are known then
         deletes = [
-            Span(layout.fence_key(self._prefix, before)),
+            layout.Span(layout.fence_key(self._prefix, before)),
             layout.seats_span(self._prefix, before),
-            Span(layout.round_store_prefix(self._prefix, before), is_prefix=True),
+            layout.Span(layout.round_store_prefix(self._prefix, before), is_prefix=True),
         ]
         return Publish(
             value,

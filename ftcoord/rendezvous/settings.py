@@ -13,25 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ftcoord.config import (
-    EMBEDDED,
-    EtcdConfig,
-    Given,
-    choice,
-    full_text,
-    key_path,
-    parse_host,
-    seconds,
-    switch,
-    text,
-    whole,
-)
+from ftcoord import config
+from ftcoord.config import EtcdConfig, Given, choice, seconds, text, whole
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
-from ftcoord.core.round_situation import RoundOptions
+from ftcoord.core.rendezvous import RoundOptions
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import HIDDEN, redacted
-
-_MAX_TTL = 10**9
 
 
 def _one_of(**choices: object) -> Callable[[str, object], object]:
@@ -46,52 +33,41 @@ def _user(key: str, value: object) -> str:
     return text(key, value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """One row of ``rdzv_conf``: `name` sets `sets`, unless an earlier row did. Two spellings of one key must agree."""
-
-    name: str
-    sets: str
-    parse: Callable[[str, object], object]
-    spelling: bool = False
-
-
-_lease_ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
 _attempts = whole(1, 1000)
-_ttl = whole(1, _MAX_TTL, " (seconds)")
-_protocol = _one_of(http=False, https=True)
+_lease_ttl = whole(2, 3600, " (seconds); etcd on default settings grants no lease shorter than 2 s")
 
-_KEYS = (
-    _Key("join_timeout", "join_timeout", seconds),
-    _Key("timeout", "join_timeout", seconds),  # torchrun always adds it
-    _Key("last_call_timeout", "last_call_timeout", seconds),
-    _Key("close_timeout", "close_timeout", seconds),
-    _Key("settle_timeout", "settle_timeout", seconds),
-    _Key("request_timeout", "request_timeout", seconds),
-    _Key("read_timeout", "request_timeout", seconds),
-    _Key("heartbeat_timeout", "request_timeout", seconds),
-    _Key("lease_ttl", "lease_ttl", _lease_ttl),
-    _Key("keep_alive_interval", "keep_alive_interval", seconds),
-    _Key("keep_alive_max_attempt", "keep_alive_max_attempt", _attempts),
-    _Key("run_ttl", "run_ttl", _ttl),
-    _Key("on_member_loss", "recall_on_loss", _one_of(restart=True, ignore=False)),
-    _Key("orphans", "orphans", _one_of(end="end", leave="leave")),
-    _Key("restart", "restart", _one_of(failed="failed", always="always", never="never")),
-    _Key("on_spare_close", "on_spare_close", _one_of(exit="exit", **{"raise": "raise"})),
-    _Key("key_prefix", "key_prefix", key_path),
-    _Key("etcd_prefix", "key_prefix", key_path),
-    _Key("timers", "timers", switch),
-    _Key("protocol", "secure", _protocol),
-    _Key("ca_cert", "ca_cert", text),
-    _Key("cacert", "ca_cert", text, spelling=True),
-    _Key("cert", "cert", text),
-    _Key("ssl_cert", "cert", text, spelling=True),
-    _Key("key", "key", text),
-    _Key("ssl_cert_key", "key", text, spelling=True),
-    _Key("server_name", "server_name", text),
-    _Key("user", "user", _user),
-)
-_NAMES = tuple(row.name for row in _KEYS)
+_KEYS: dict[str, tuple[str, Callable[[str, object], object]]] = {
+    "join_timeout": ("join_timeout", seconds),
+    "timeout": ("join_timeout", seconds),  # torchrun always adds it
+    "last_call_timeout": ("last_call_timeout", seconds),
+    "close_timeout": ("close_timeout", seconds),
+    "settle_timeout": ("settle_timeout", seconds),
+    "request_timeout": ("request_timeout", seconds),
+    "read_timeout": ("request_timeout", seconds),
+    "heartbeat_timeout": ("request_timeout", seconds),
+    "lease_ttl": ("lease_ttl", _lease_ttl),
+    "keep_alive_interval": ("keep_alive_interval", seconds),
+    "keep_alive_max_attempt": ("keep_alive_max_attempt", _attempts),
+    "run_ttl": ("run_ttl", whole(1, 10**9, " (seconds)")),
+    "on_member_loss": ("recall_on_loss", _one_of(restart=True, ignore=False)),
+    "orphans": ("orphans", choice("end", "leave")),
+    "restart": ("restart", choice("failed", "always", "never")),
+    "on_spare_close": ("on_spare_close", choice("exit", "raise")),
+    "key_prefix": ("key_prefix", config.key_path),
+    "etcd_prefix": ("key_prefix", config.key_path),
+    "timers": ("timers", config.switch),
+    "protocol": ("secure", _one_of(http=False, https=True)),
+    "ca_cert": ("ca_cert", text),
+    "cacert": ("ca_cert", text),
+    "cert": ("cert", text),
+    "ssl_cert": ("cert", text),
+    "key": ("key", text),
+    "ssl_cert_key": ("key", text),
+    "server_name": ("server_name", text),
+    "user": ("user", _user),
+}
+"""By key of ``rdzv_conf``: the setting, which an earlier key may have set already, and the parser of its values."""
+CONF_NAMES = tuple(_KEYS)
 _LOGIN = ("ca_cert", "cert", "key", "server_name", "user")  # what EtcdConfig.load takes, and an embedded etcd does not
 
 _REFUSED = {
@@ -164,7 +140,7 @@ class RendezvousSettings:
     timers: bool = False
 
     def __post_init__(self) -> None:
-        full_text("run_id", self.run_id, "give the job an id that is not empty (--rdzv-id)")
+        config.full_text("run_id", self.run_id, "give the job an id that is not empty (--rdzv-id)")
         for name, count, least in (("min_nodes", self.min_nodes, 1), ("max_nodes", self.max_nodes, self.min_nodes)):
             if not isinstance(count, int) or isinstance(count, bool) or count < least:
                 raise ConfigError(name, redacted(count), f"give a whole number, at least {least} (--nnodes=MIN:MAX)")
@@ -227,25 +203,16 @@ class RendezvousSettings:
         )
 
 
-def is_known(key: str) -> bool:
-    """Whether ``rdzv_conf`` has this key. Under the backend's old names, torch ignores all other keys."""
-    return key in _NAMES
-
-
 def _read(conf: Mapping[str, object]) -> dict[str, Given]:
     """The values of `conf`, by setting. Each is checked, even one that an earlier row of the table overrides."""
     for key in conf:
-        if key not in _NAMES:
+        if key not in CONF_NAMES:
             raise _unknown(key, conf[key])
     found: dict[str, Given] = {}
-    for row in _KEYS:
-        if conf.get(row.name) is None:
-            continue
-        value = row.parse(row.name, conf[row.name])
-        first = found.setdefault(row.sets, Given(row.name, value))
-        if row.spelling and first.value != value:
-            allowed = f"{first.name} is the same setting and has another value; give one of them"
-            raise ConfigError(row.name, redacted(value), allowed)
+    for name, (setting, parse) in _KEYS.items():
+        if conf.get(name) is not None:
+            value = parse(name, conf[name])
+            found.setdefault(setting, Given(name, value))
     return found
 
 
@@ -258,9 +225,9 @@ def _unknown(key: str, value: object) -> ConfigError:
     shown = HIDDEN if _SECRET_KEY.search(str(key)) else redacted(value)
     if key in _REFUSED:
         return ConfigError(key, shown, _REFUSED[key])
-    close = difflib.get_close_matches(str(key), _NAMES, n=1)
+    close = difflib.get_close_matches(str(key), CONF_NAMES, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    keys = ", ".join(sorted(_NAMES))
+    keys = ", ".join(sorted(CONF_NAMES))
     return ConfigError(key, shown, f"there is no such key in rdzv_conf; {hint}The keys are: {keys}")
 
 
@@ -280,7 +247,7 @@ def _lease_from_keep_alive(found: Mapping[str, Given]) -> Given | None:
 
 def _etcd(endpoint: str, found: Mapping[str, Given], env: Mapping[str, str] | None) -> EtcdConfig | None:
     arguments = {name: found[name] for name in (*_LOGIN, "secure", "request_timeout") if name in found}
-    if not isinstance(endpoint, str) or endpoint.strip().lower() != EMBEDDED:
+    if not isinstance(endpoint, str) or endpoint.strip().lower() != config.EMBEDDED:
         names = {"endpoints": "endpoint", **{name: item.name for name, item in arguments.items()}}
         given = {name: item.value for name, item in arguments.items()}
         return EtcdConfig.load(endpoint, env=env, names=names, **given)
@@ -296,7 +263,7 @@ def _etcd(endpoint: str, found: Mapping[str, Given], env: Mapping[str, str] | No
 def _local_addr(local_addr: str | None) -> str | None:
     if local_addr is None or local_addr == "":
         return None
-    host = parse_host(local_addr.strip()) if isinstance(local_addr, str) else None
+    host = config.parse_host(local_addr.strip()) if isinstance(local_addr, str) else None
     if host is None or host in ("0.0.0.0", "::"):
         allowed = "give this node's DNS name or IP address, without a port (--local-addr)"
         raise ConfigError("local_addr", redacted(local_addr), allowed)

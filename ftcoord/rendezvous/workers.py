@@ -23,7 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -140,7 +140,7 @@ class WorkerWatch:
         """The failure of another worker, if the first one only followed it."""
         if not follows(first):
             return first
-        others = (one for one in self._workers.values() if one.pid != first.pid and one.raised().exception)
+        others = (one for one in self._workers.values() if one.pid != first.pid and one.raised()[0])
         return first_failure([first, *(one.failure(None) for one in others)]) or first
 
     def _wake(self) -> None:
@@ -255,11 +255,8 @@ def _status(pidfd: int) -> int | None:
     return found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status
 
 
-class Raised(NamedTuple):
-    """A worker's exception: its type and text, and the head of the traceback; empty if it left none."""
-
-    exception: str = ""
-    traceback: str = ""
+Raised: TypeAlias = tuple[str, str]
+"""A worker's exception: its type and text, and the head of the traceback; empty if it left none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,12 +281,12 @@ class WorkerProcess:
 
     def raised(self) -> Raised:
         """The exception that it has written so far."""
-        return raised_in(self.error_file) if self.error_file else Raised()
+        return raised_in(self.error_file) if self.error_file else ("", "")
 
     def has_raised_before(self, time: float) -> bool:
         """Whether it had written an exception by then, on this host's wall clock."""
         try:
-            return bool(self.error_file) and os.path.getmtime(self.error_file) <= time and bool(self.raised().exception)
+            return bool(self.error_file) and os.path.getmtime(self.error_file) <= time and bool(self.raised()[0])
         except OSError:
             return False
 
@@ -304,7 +301,8 @@ class WorkerProcess:
             was_oom: whether the kernel killed a process of its control group for lack of memory.
             timer: the expiration timer for which it was killed.
         """
-        raised, number = raised or self.raised(), 0 if status is None else status & 0x7F
+        exception, traceback = raised or self.raised()
+        number = 0 if status is None else status & 0x7F
         failure = WorkerFailure(
             self.pid,
             self.rank,
@@ -312,36 +310,28 @@ class WorkerProcess:
             exit_code=-1 if status is None or number else status >> 8 & 0xFF,
             signal=number,
             fate=proc.fate_of(status, was_oom),
-            exception=raised.exception,
-            traceback=raised.traceback,
+            exception=exception,
+            traceback=traceback,
             timer=timer,
         )
         return clipped(failure)
 
 
 def raised_in(error_file: str) -> Raised:
-    """The exception in torch's error file."""
-    try:
-        text = _text_in(error_file)
-        found = json.loads(text.decode("utf-8", errors="replace")) if len(text) <= LARGEST_ERROR_FILE else None
-    except (OSError, ValueError, RecursionError):  # none, or not whole: nothing depends on it but a text
-        return Raised()
-    return _raised(found)
-
-
-def _text_in(error_file: str) -> bytes:
-    """At most one byte more than `LARGEST_ERROR_FILE`. Raises OSError if it is no file.
+    """The exception in torch's error file; none if that is no regular file, or too long.
 
     The worker may have made anything of it. A pipe, a device, or a link to one would hold up the agent, or never end.
     """
-    with open(error_file, "rb", opener=_open_no_link) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("it is no regular file")
-        return file.read(LARGEST_ERROR_FILE + 1)
 
+    def open_no_link(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        with open(error_file, "rb", opener=open_no_link) as file:
+            text = file.read(LARGEST_ERROR_FILE + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+        return _raised(json.loads(text.decode("utf-8", errors="replace")) if len(text) <= LARGEST_ERROR_FILE else None)
+    except (OSError, ValueError, RecursionError):  # none, or not whole: nothing depends on it but a text
+        return "", ""
 
 
 def failure_in(error: ChildFailedError) -> WorkerFailure | None:
@@ -357,11 +347,11 @@ def failure_in(error: ChildFailedError) -> WorkerFailure | None:
 def _raised(found: Any) -> Raised:
     message = found.get("message") if isinstance(found, Mapping) else None
     if not isinstance(message, Mapping):
-        return Raised()
+        return "", ""
     extra = message.get("extraInfo")
     traceback = extra.get("py_callstack") if isinstance(extra, Mapping) else ""
     text = str(message.get("message") or "")
-    return Raised(" ".join(text.split()), str(traceback or ""))
+    return " ".join(text.split()), str(traceback or "")
 
 
 def _number(text: str) -> int:

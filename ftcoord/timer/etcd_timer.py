@@ -251,7 +251,7 @@ class EtcdRequestQueue(RequestQueue):
 
     def _pump(self, timeout: float) -> bool:
         news = self._feed.next(timeout)
-        for change in news.changes if news else ():
+        for change in news or ():
             was, now = _by_token(change.was), _by_token(change.now)
             self._ready += (EtcdTimerRequest(*was[token], ended=True) for token in was if token not in now)
             self._ready += (EtcdTimerRequest(*now[token], ended=False) for token in now if token not in was)

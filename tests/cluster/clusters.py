@@ -3,99 +3,59 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
+from cutting import Lines
 from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, set_alarm
-from lines import Lines
 
 from ftcoord.config import EtcdConfig
 from ftcoord.etcd.client import EtcdClient
 
+if TYPE_CHECKING:
+    from containers import ContainerCluster
+
 SIZE = 3
+Cluster: TypeAlias = "LocalCluster | ContainerCluster"
 
 
-class Cluster(Protocol):
-    """What a scenario may do. Members are numbered from 0. Clients find them at `endpoints`, whatever was done."""
+class LocalCluster(EtcdCluster):
+    """Processes of this machine; a member is cut off by a line in front of it, its peers still hear it.
 
-    endpoints: str
+    What it has, `ContainerCluster` has too. Clients find the members at `endpoints`, whatever was done to them.
+    """
 
-    def kill(self, i: int) -> None:
-        """End it with SIGKILL."""
+    def __init__(self) -> None:
+        super().__init__(SIZE)
+        self.start()
+        self._lines = Lines([member.get_endpoint() for member in self.members])
 
-    def restart(self, i: int, *, wait: bool = True) -> None:
-        """Start it again with its data, ending it first if it runs, and wait until it serves."""
-
-    def pause(self, i: int) -> None:
-        """It hangs, with its connections open."""
-
-    def resume(self, i: int) -> None:
-        """It goes on."""
+    @property
+    def endpoints(self) -> str:
+        return self._lines.endpoints
 
     def cut_off(self, i: int) -> None:
         """No client reaches it any more."""
-
-    def heal(self, i: int) -> None:
-        """Clients reach it again."""
-
-    def leader(self) -> int:
-        """Who leads; waits until somebody does."""
-
-    def wipe(self) -> None:
-        """All data is gone, and a new cluster is in its place."""
-
-    def restore(self) -> None:
-        """All members run and serve."""
-
-    def close(self) -> None:
-        """Nothing is left of it."""
-
-
-class LocalCluster:
-    """Processes of this machine; a member is cut off by a line in front of it, its peers still hear it."""
-
-    def __init__(self) -> None:
-        self._etcds = EtcdCluster(SIZE)
-        self._etcds.start()
-        self._lines = Lines([member.get_endpoint() for member in self._etcds.members])
-        self.endpoints = self._lines.endpoints
-
-    def kill(self, i: int) -> None:
-        self._etcds.kill(i)
-
-    def restart(self, i: int, *, wait: bool = True) -> None:
-        self._etcds.restart(i, wait=wait)
-
-    def pause(self, i: int) -> None:
-        self._etcds.pause(i)
-
-    def resume(self, i: int) -> None:
-        self._etcds.resume(i)
-
-    def cut_off(self, i: int) -> None:
         self._lines.hold(i)
 
     def heal(self, i: int) -> None:
+        """Clients reach it again."""
         self._lines.reset(i)
 
-    def leader(self) -> int:
-        return self._etcds.leader()
-
-    def wipe(self) -> None:
-        self._etcds.wipe()
-
     def restore(self) -> None:
+        """All members run and serve."""
         self._lines.reset()
-        for i, member in enumerate(self._etcds.members):
+        for i, member in enumerate(self.members):
             if member.is_paused():
-                self._etcds.resume(i)
+                self.resume(i)
             if not member.is_running():
-                self._etcds.restart(i, wait=False)
-        self._etcds.wait_healthy()
+                self.restart(i, wait=False)
+        self.wait_healthy()
 
     def close(self) -> None:
+        """Nothing is left of it."""
         self._lines.close()
-        self._etcds.stop()
+        self.stop()
 
 
 def client_of(cluster: Cluster, *numbers: int) -> EtcdClient:

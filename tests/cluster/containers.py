@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from clusters import SIZE
+from etcd_cluster import leader_of
 from helpers import DEADLINE, eventually, own_port
 
 from ftcoord.config import Endpoint, EtcdConfig
-from ftcoord.errors import EtcdError
-from ftcoord.etcd.client import EtcdClient
 
 HOST = "127.0.0.1"
 REMOVE = "down -v -t 0"
@@ -92,7 +91,10 @@ class ContainerCluster:
             self._connect(i, network)
 
     def leader(self) -> int:
-        return eventually(self._leader, what="a leader")[0]
+        """Who leads; waits until somebody does."""
+        configs = {i: EtcdConfig((Endpoint(HOST, port),), request_timeout=2) for i, port in enumerate(self._ports)}
+        (found,) = eventually(lambda: {leader_of(configs)} - {None}, what="a leader")
+        return int(found)  # type: ignore[arg-type]
 
     def wipe(self) -> None:
         self._compose(REMOVE)
@@ -124,17 +126,6 @@ class ContainerCluster:
 
     def _await(self, i: int) -> None:
         eventually(lambda: (self._ask(i, "/health") or {}).get("health") == "true", f"member {i} to serve")
-
-    def _leader(self) -> list[int]:
-        """The member that claims to lead, in the highest term, if there is one."""
-        claims: list[tuple[int, int]] = []
-        for i in range(SIZE):
-            config = EtcdConfig((Endpoint(HOST, self._ports[i]),), request_timeout=2)
-            with contextlib.suppress(EtcdError), EtcdClient(config) as client:
-                status = client.member_status()
-                if status.leader_id == status.member_id:
-                    claims.append((status.raft_term, i))
-        return [max(claims)[1]] if claims else []
 
     def _ask(self, i: int, path: str) -> dict[str, Any] | None:
         connection = http.client.HTTPConnection(HOST, self._ports[i], timeout=2)

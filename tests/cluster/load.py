@@ -20,12 +20,10 @@ from rounds import LOOK, Rounds
 from store_history import Operation, check
 from torch.distributed import DistNetworkError
 
-from ftcoord.config import EtcdConfig
+from ftcoord import config, timer
 from ftcoord.core.store_values import plain
-from ftcoord.etcd.api import Batch, Span
-from ftcoord.etcd.client import EtcdClient
+from ftcoord.etcd import api, client
 from ftcoord.store import EtcdStore
-from ftcoord.timer import EtcdTimerClient, EtcdTimerServer, TimerInfo
 
 CLIENTS = 4
 APPENDS = 100
@@ -74,7 +72,7 @@ class StoreLoad:
         self._keep = keep
         self.operations: list[Operation] = []
         self._endpoints, self._data = endpoints, f"{prefix}/data/"
-        self._watcher = EtcdClient(EtcdConfig.load(rotated(endpoints, 0)))
+        self._watcher = client.EtcdClient(config.EtcdConfig.load(rotated(endpoints, 0)))
         self._from = self._watcher.get(self._data).revision + 1
         self._stopping = threading.Event()
         self._answered = [0] * clients
@@ -114,12 +112,12 @@ class StoreLoad:
         """After `stop`: all that was told fits etcd's own record: nothing lost, doubled or out of order."""
         self._watcher.put(f"{self._data}~", b"", timeout=DEADLINE)
         seen = Seen()
-        watch = self._watcher.watch(Span(self._data, is_prefix=True), self._from, seen)
+        watch = self._watcher.watch(api.Span(self._data, is_prefix=True), self._from, seen)
         states: dict[str, list[tuple[int, bytes | None]]] = {}
         end = False
         while not end:
             item = seen.next()
-            for event in item.events if isinstance(item, Batch) else ():
+            for event in item.events if isinstance(item, api.Batch) else ():
                 kv = event.kv
                 key = kv.key.removeprefix(self._data)
                 end = end or key == "~"
@@ -189,12 +187,7 @@ class Training:
     """
 
     def __init__(
-        self,
-        endpoints: str,
-        job: str,
-        heartbeat_ms: int = HEARTBEAT_MS,
-        join_ms: int = 60_000,
-        keep: int | None = None,
+        self, endpoints: str, job: str, heartbeat_ms: int = HEARTBEAT_MS, join_ms: int = 60_000, keep: int | None = None
     ) -> None:
         self.told = [deque[Told](maxlen=keep) for _ in range(3)]
         self._answered = [0] * len(self.told)
@@ -392,11 +385,11 @@ class Guarded:
     keeps who was to be reaped."""
 
     def __init__(self, endpoints: str, run_id: str) -> None:
-        self.reaped: list[TimerInfo] = []
+        self.reaped: list[timer.TimerInfo] = []
         self.steps = 0
-        self._server = EtcdTimerServer(run_id, rotated(endpoints, 1), reap=self._reap)
+        self._server = timer.EtcdTimerServer(run_id, rotated(endpoints, 1), reap=self._reap)
         self._server.start()
-        self._client = EtcdTimerClient(run_id, rotated(endpoints, 2), ttl=LEASE_TTL)
+        self._client = timer.EtcdTimerClient(run_id, rotated(endpoints, 2), ttl=LEASE_TTL)
         self._client.acquire("job", time.time() + 3600)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work)
@@ -415,7 +408,7 @@ class Guarded:
         self._server.stop()
         self._client.close()
 
-    def _reap(self, info: TimerInfo) -> bool:
+    def _reap(self, info: timer.TimerInfo) -> bool:
         self.reaped.append(info)
         return True
 
@@ -443,7 +436,7 @@ class Everything:
             self._stack.callback(self.run.close)
             self.guarded = Guarded(endpoints, name)
             self._stack.callback(self.guarded.close)
-            witness = self._stack.enter_context(EtcdClient(EtcdConfig.load(rotated(endpoints, 1))))
+            witness = self._stack.enter_context(client.EtcdClient(config.EtcdConfig.load(rotated(endpoints, 1))))
             self.rounds = Rounds(turns, witness, f"{name}-rounds", LEASE_TTL)
             self._stack.callback(self.rounds.close)
             undo.pop_all()

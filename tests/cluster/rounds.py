@@ -14,8 +14,7 @@ from invariants import check_succession
 from rdzv_nodes import Node, Nodes, Seat, spawn
 from store_history import History, Operation, check_reads
 
-from ftcoord.core.layout import KEY_PREFIX, decided_key, run_prefix, seats_span
-from ftcoord.core.rendezvous_records import NO_ROUND, Round, parse_decided, seated
+from ftcoord.core import layout, rendezvous_records
 from ftcoord.etcd.api import Batch, Get, KeyValue, Span
 from ftcoord.etcd.client import EtcdClient
 
@@ -37,8 +36,8 @@ class Rounds:
         self.seats: list[Seat] = []
         self.answered = [0] * len(endpoints)
         self.errors: list[BaseException] = []
-        self._client, self._prefix = client, run_prefix(KEY_PREFIX, run_id)
-        self._key = decided_key(self._prefix)
+        self._client, self._prefix = client, layout.run_prefix(layout.KEY_PREFIX, run_id)
+        self._key = layout.decided_key(self._prefix)
         self._from = client.get(self._key).revision + 1
         self._stopping = threading.Event()
         conf = {"lease_ttl": lease_ttl, "last_call_timeout": 2 * DEADLINE, "join_timeout": 2 * DEADLINE}
@@ -81,7 +80,7 @@ class Rounds:
         watch = self._client.watch(Span(self._key), self._from, seen)
         last = self._client.get(self._key, timeout=DEADLINE).kvs[0].mod_revision
         decided: list[tuple[int, bytes | None]] = []
-        last_record, at = Round.of(NO_ROUND), 0
+        last_record, at = rendezvous_records.Round.of(rendezvous_records.NO_ROUND), 0
         while at < last:
             item = seen.next()
             assert not isinstance(item, Exception), item
@@ -94,11 +93,11 @@ class Rounds:
         watch.cancel()
         return decided
 
-    def _round_in(self, decided: KeyValue) -> Round:
+    def _round_in(self, decided: KeyValue) -> rendezvous_records.Round:
         """The round of a record, with its seats as they were then: the next one deletes them."""
-        head = parse_decided(decided.key, decided.value)
-        found = self._client.range(Get(seats_span(self._prefix, head.name), revision=decided.mod_revision))
-        return seated(self._prefix, head, {kv.key: kv.value for kv in found.kvs})
+        head = rendezvous_records.parse_decided(decided.key, decided.value)
+        found = self._client.range(Get(layout.seats_span(self._prefix, head.name), revision=decided.mod_revision))
+        return rendezvous_records.seated(self._prefix, head, {kv.key: kv.value for kv in found.kvs})
 
     def _agent(self, number: int, node: Node) -> None:
         dice = random.Random(number)
@@ -131,7 +130,7 @@ class Rounds:
         self.seats.append(seat)
 
 
-def _of(record: Round) -> bytes:
+def _of(record: rendezvous_records.Round) -> bytes:
     return _told(record.number, record.size, record.address, record.port)
 
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from clusters import Cluster, pass_time
+from cutting import Lines
 from helpers import DEADLINE, eventually
-from lines import Lines
 from load import LEASE_TTL, Run, StoreLoad
 from rdzv_nodes import Node, NodeProcess, Nodes, all_signalled, check_round, join_as_agents, processes, spawn
 from replicas import agreed, managed, replica_processes, until_it_is_in

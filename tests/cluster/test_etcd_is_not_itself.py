@@ -11,16 +11,14 @@ from datetime import timedelta
 
 import pytest
 from clusters import SIZE, Cluster, alarm, client_of, pass_time
+from cutting import Lines
 from helpers import DEADLINE, Seen
-from lines import Lines
 from load import LEASE_TTL, Run, everything, two_jobs
 from rdzv_nodes import Nodes, spawn
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from ftcoord.config import EtcdConfig
-from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import Compacted, RoundOver
+from ftcoord import config, errors
 from ftcoord.etcd.api import Batch, Get, Put, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.write_once import write_once
@@ -101,23 +99,8 @@ def test_etcd_is_wiped(cluster: Cluster, prefix: str, figures: Callable[..., Non
     with two_jobs(cluster.endpoints, prefix) as jobs:
         store = jobs.run.nodes[0].info.store  # type: ignore[union-attr]
         cluster.wipe()
-        with pytest.raises(RoundOver):
+        with pytest.raises(errors.RoundOver):
             store.set("late", "")
-        round_, quorum = jobs.start_over()
-    figures(round_after=round_, quorum_after=quorum)
-
-
-def test_another_cluster_is_behind_the_name(cluster: Cluster, prefix: str, figures: Callable[..., None]) -> None:
-    """One whose history is longer than that of the first."""
-    with ExitStack() as stack:
-        other = stack.enter_context(EtcdServer())
-        with client_of(cluster) as first, other.get_client() as second:
-            while second.get("/").revision < first.get("/", timeout=DEADLINE).revision + 500:
-                for _ in range(100):
-                    second.put("/filler", b"")
-        line = stack.enter_context(Lines(cluster.endpoints.split(",")))
-        jobs = stack.enter_context(two_jobs(line.endpoints, prefix))
-        line.lead_to(*[other.get_endpoint()] * SIZE)
         round_, quorum = jobs.start_over()
     figures(round_after=round_, quorum_after=quorum)
 
@@ -127,7 +110,7 @@ def test_compactions_under_watches(cluster: Cluster, prefix: str, figures: Calla
     with ExitStack() as stack:
         writer = stack.enter_context(client_of(cluster))
         line = stack.enter_context(Lines(cluster.endpoints.split(",")))
-        reader = stack.enter_context(EtcdClient(EtcdConfig.load(line.endpoints)))
+        reader = stack.enter_context(EtcdClient(config.EtcdConfig.load(line.endpoints)))
         run = Run([line.endpoints] * 2, prefix.rpartition("/")[2])
         stack.callback(run.close)
         done = threading.Event()
@@ -167,5 +150,5 @@ def follow(client: EtcdClient, key: str, done: threading.Event) -> tuple[int, in
             if done.is_set() and client.range(Get(Span(key)), timeout=DEADLINE).one.value == b"%d" % last:  # type: ignore[union-attr]
                 watch.cancel()
                 return seen, gaps
-        assert isinstance(item, Compacted), item
+        assert isinstance(item, errors.Compacted), item
         gaps += 1

@@ -20,10 +20,10 @@ from rdzv_nodes import spawn
 from replicas import replica_processes
 
 from ftcoord import concurrency
-from ftcoord.coordination import asks
+from ftcoord.coordination import ask_desk
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.gateway_sessions import GatewaySessions, PendingCall
-from ftcoord.coordination.port import Port, listen
+from ftcoord.coordination.gateway import GatewaySessions
+from ftcoord.coordination.port import Line, Port, listen
 from ftcoord.coordination.replica import Replica
 from ftcoord.core import asks as rules
 from ftcoord.core.layout import decided_key, decider_key, members_span
@@ -92,14 +92,14 @@ def crew(client: EtcdClient, prefix: str) -> Iterator[Crew]:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], str]], None]:
     """`elsewhere(f)`: the decider publishes the address `f(its port)`."""
-    listens = asks.listen_for
+    listens = ask_desk.listen_for
 
     def install(change: Callable[[int], str]) -> None:
         def listen_for(job: Job) -> tuple[socket.socket, str]:
             listener, _ = listens(job)
             return listener, change(listener.getsockname()[1])
 
-        monkeypatch.setattr(asks, "listen_for", listen_for)
+        monkeypatch.setattr(ask_desk, "listen_for", listen_for)
 
     return install
 
@@ -140,14 +140,14 @@ def test_replicas_of_a_process_share_a_connection(crew: Crew, through: list[Cutt
 
 def test_the_replicas_of_a_gateway_ask_by_one_connection(crew: Crew, through: list[Cutter]) -> None:
     a = crew.join("a")
-    sessions = GatewaySessions(crew.etcd, replace(crew.job, endpoints="127.0.0.1:99"), lambda peers: ())
+    sessions = GatewaySessions(crew.etcd, replace(crew.job, endpoints="127.0.0.1:99"), lambda: None)
     try:
         for name in "bcd":
             sessions.beat(name, "ipv4:127.0.0.1:1", concurrency.now() + DEADLINE)
         for step in range(3):
             requests = [builders.request(name, step=step) for name in "bcd"]
             until = concurrency.now() + DEADLINE
-            asked = [spawn(partial(sessions.ask, one, "ipv4:127.0.0.1:1", until, PendingCall())) for one in requests]
+            asked = [spawn(partial(sessions.ask, one, "ipv4:127.0.0.1:1", until, bool)) for one in requests]
             assert steps(agreed(*asked, ask(a, step))) == dict.fromkeys("abcd", step)
         assert (sum(one.taken for one in through), crew.keys_ask()) == (1, [])
     finally:
@@ -214,7 +214,7 @@ def unreachable(kind: str, stack: ExitStack) -> Callable[[int], str]:
         return lambda _: f"127.0.0.1:{ended.port}"
     if kind == "nonsense":
         return lambda _: "nowhere"
-    other = Port(listen("127.0.0.1:0"), b"x" * 16, Deaf(), name="other", hint="", failed=lambda error: None)
+    other = Port(listen("127.0.0.1:0"), b"x" * 16, Deaf())
     stack.callback(other.close)
     return lambda _: f"127.0.0.1:{other._listener.getsockname()[1]}"
 
@@ -222,19 +222,21 @@ def unreachable(kind: str, stack: ExitStack) -> Callable[[int], str]:
 class Deaf:
     """Handles nothing."""
 
+    name, hint = "other", ""
+
     def handle(self, batch: object) -> None:
         pass
 
     def tick(self) -> float:
         return float("inf")
 
+    def failed(self, error: BaseException) -> None:
+        pass
+
 
 @pytest.mark.parametrize("kind", ["refused", "silent", "closed", "nonsense", "wrong proof"])
 def test_a_decider_that_is_not_reached_is_asked_through_etcd(
-    crew: Crew,
-    elsewhere: Callable[[Callable[[int], str]], None],
-    kind: str,
-    caplog: pytest.LogCaptureFixture,
+    crew: Crew, elsewhere: Callable[[Callable[[int], str]], None], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
         elsewhere(unreachable(kind, stack))
@@ -273,7 +275,7 @@ def test_a_connection_that_ends_is_made_again_and_asks_the_same(crew: Crew, thro
     waiting = ask(b, 1)
     eventually(lambda: "1 participants" in a._participant.reason, "it asks")
     taken = through[0].taken
-    through[0].cut()
+    through[0].reset()
     eventually(lambda: through[0].taken > taken, "it connects again")
     eventually(lambda: "1 participants" in a._participant.reason, "it asks again")
     assert steps(agreed(ask(a, 1), waiting)) == {"a": 1, "b": 1}
@@ -296,13 +298,14 @@ def test_the_next_decider_is_asked_the_same(crew: Crew) -> None:
 def test_a_member_whose_key_is_gone_joins_again_and_asks_the_same(crew: Crew) -> None:
     a, b = crew.join("a"), crew.join("b")
     agreed(ask(a), ask(b))
-    before = b.lease
+    before = b._participant.lease
     waiting = ask(b, 1)
     eventually(lambda: "1 participants" in a._participant.reason, "it asks")
     member = b._participant.member
     assert member is not None
-    crew.etcd.txn((), [Delete(Span(member.group.key))])
-    eventually(lambda: b.lease not in (0, before), "it has joined again")  # else the decider may not know it yet
+    crew.etcd.txn((), [Delete(Span(member.group.own.key))])
+    # Else the decider may not know it yet.
+    eventually(lambda: b._participant.lease not in (0, before), "it has joined again")
     assert steps(agreed(waiting, ask(a, 1))) == {"a": 1, "b": 1}
 
 
@@ -314,7 +317,7 @@ def test_a_stranger_that_knows_the_key_and_sends_nonsense_is_closed(crew: Crew) 
     host, _, port = office.address.rpartition(":")
     for about, kind, payload in [({}, "A", b""), ({"process": "p", "connection": 1}, "A", b"x"), ({}, "Z", b"")]:
         until = concurrency.now() + DEADLINE
-        line = asks.Line(host, int(port), bytes.fromhex(office.key), until, about)
+        line = Line(host, int(port), bytes.fromhex(office.key), until, about)
         line.send(kind, payload, until)
         with pytest.raises(ConnectionError):
             line.receive(until)

@@ -114,7 +114,6 @@ def test_a_request_that_is_refused(site: Site, wrong: dict[str, Any], error: typ
         ({"min_replicas": -1}, OverflowError),
         ({"min_replicas": "1"}, TypeError),
         ({"join_timeout_ms": -1}, OverflowError),
-        ({"bind": "nonsense"}, RuntimeError),
         ({"bind": 1}, TypeError),
     ],
 )
@@ -173,16 +172,6 @@ def test_defaults_of_a_request(site: Site) -> None:
     (member,) = site.client(site.job()).quorum("a", LONG).participants
     names = ("address", "store_address", "step", "world_size", "shrink_only", "data")
     assert [getattr(member, name) for name in names] == ["", "", 0, 0, False, None]
-
-
-def test_participants_are_copies_but_for_their_data(site: Site) -> None:
-    quorum = site.client(site.job()).quorum("a", LONG, data={"x": 1})
-    participants = quorum.participants
-    participants[0].step = 99
-    assert [member.step for member in quorum.participants] == [0]
-    assert quorum.participants[0].data is quorum.participants[0].data
-    quorum.participants = participants
-    assert [member.step for member in quorum.participants] == [99]
 
 
 @pytest.mark.parametrize("replica_id", ["", "a/b", "ü%", "x" * 10_000])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -14,15 +13,15 @@ from typing import Any
 
 import pytest
 import warm
-from doors import Door, Watching
+from doors import Watching
 from helpers import DEADLINE, eventually
 from rdzv_nodes import keys_under, spawn
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from ftcoord.core.layout import KEY_PREFIX, run_prefix
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdUnavailable, OutcomeUnknown, RoundOver
-from ftcoord.etcd.api import Etcd, Get, Op, Span, TxnResult
+from ftcoord.errors import RoundOver
+from ftcoord.etcd.api import Etcd, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.store import EtcdStore
 
@@ -51,21 +50,6 @@ def test_camel_case_spellings(make: MakeEtcdStore) -> None:
     assert store.getNumKeys() == store.num_keys() == 1
     assert store.deleteKey("a")
     assert store.num_keys() == 0
-
-
-def test_the_python_half_lives_while_cpp_uses_it(etcd: EtcdServer, prefix: str) -> None:
-    store = PrefixStore("p", EtcdStore(etcd.get_endpoint(), prefix, LONG))
-    gc.collect()
-    store.set("a", b"1")
-    clone = store.clone()
-    del store
-    gc.collect()
-    assert clone.get("a") == b"1"
-    inner = clone.underlying_store
-    del clone
-    gc.collect()
-    assert inner.get("p/a") == b"1"
-    inner.close()
 
 
 def test_it_can_be_made_from_endpoints_and_from_the_environment(
@@ -203,20 +187,6 @@ def test_the_end_of_a_fence_comes_through_cpp(make: MakeEtcdStore, client: EtcdC
         assert isinstance(caught.value, RoundOver)
 
 
-def test_what_waits_watches_little(make: MakeEtcdStore, client: EtcdClient, prefix: str) -> None:
-    watching = Watching(client)
-    with_fence, without = make(watching, fence=f"{prefix}/fence"), make(watching, timeout=timedelta(seconds=0.5))
-    client.put(f"{prefix}/fence", b"")
-    for store, watches in ((with_fence, 2), (without, 1)):
-        watching.spans.clear()
-        waiting = spawn(partial(store.get, "absent"))
-        eventually(lambda: watching.spans, "it waits")
-        store.close() if store is with_fence else None
-        with pytest.raises(DistStoreError):
-            waiting.result(DEADLINE)
-        assert len(watching.spans) == watches
-
-
 def test_no_run_has_the_keys_of_a_store_without_a_prefix(etcd: EtcdServer) -> None:
     store = EtcdStore(etcd.get_endpoint(), timeout=LONG)
     store.set("mine", b"1")
@@ -226,53 +196,6 @@ def test_no_run_has_the_keys_of_a_store_without_a_prefix(etcd: EtcdServer) -> No
     assert not any(key.startswith(f"{run_prefix(KEY_PREFIX, run)}/") for run in runs)
     store.delete_key("mine")
     store.close()
-
-
-# -- answers that are lost --------------------------------------------------------------------------------------------
-
-
-class LossyEtcd(Door):
-    """An etcd whose answers to writing transactions get lost: `plan` says for each, in turn, what happens to it.
-
-    o  it is answered     l  done, but the answer is lost     n  not done, and nobody knows     u  provably not done
-    """
-
-    def __init__(self, etcd: Etcd, plan: str) -> None:
-        super().__init__(etcd)
-        self._plan = iter(plan)
-
-    def recover(self) -> None:
-        """Lose no more answers."""
-        self._plan = iter("")
-
-    def txn(self, compares: Any, success: Sequence[Op], *rest: Any, **kwargs: Any) -> TxnResult:
-        fate = "o" if all(isinstance(op, Get) for op in success) else next(self._plan, "o")
-        if fate == "u":
-            raise EtcdUnavailable("provably not done")
-        result = super().txn(compares, success, *rest, **kwargs) if fate in "ol" else None
-        if result is None or fate == "l":
-            raise OutcomeUnknown("the answer was lost")
-        return result
-
-
-PLANS = ["l", "n", "u", "ll", "ln", "nl", "ul", "lul", "olnol", "llllollll"]
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_lost_answers_change_nothing_twice(make: MakeEtcdStore, client: EtcdClient, plan: str) -> None:
-    store, other = make(LossyEtcd(client, plan)), make()
-    assert (store.add("zero", 0), other.get("zero")) == (0, b"0")
-    assert store.add("n", 5) == 5
-    store.append("text", "a")
-    assert store.compare_set("cas", "", "1") == b"1"
-    assert store.compare_set("cas", "", "2") == b"1"
-    other.add("n", 1)
-    assert store.add("n", 5) == 11
-    store.append("text", "b")
-    assert store.delete_key("cas")
-    assert not store.delete_key("cas")
-    store.multi_set(["x", "y"], [b"1", b"2"])
-    assert other.multi_get(["n", "text", "x", "y"]) == [b"11", b"ab", b"1", b"2"]
 
 
 # -- etcd in trouble --------------------------------------------------------------------------------------------------

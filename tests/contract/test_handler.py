@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from helpers import DEADLINE, eventually
@@ -26,7 +25,6 @@ from torch.distributed.elastic.rendezvous import (
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.rendezvous import handler as handler_module
 
 SHORT = timedelta(milliseconds=200)
 
@@ -71,17 +69,6 @@ def test_nobody_starts_before_there_are_min_nodes(make_nodes: MakeNodes) -> None
     assert not any(join.done() for join in joins)
     assert [node.handler.num_nodes_waiting() for node in nodes] == [0, 0, 0]
     assert len(seats_of([*joins, nodes[2].join()])) == 3
-
-
-def test_the_last_call_ends(make_nodes: MakeNodes) -> None:
-    assert len(seats_of([node.join() for node in make_nodes(2, 4, last_call_timeout=0.5).add(2)])) == 2
-
-
-def test_the_last_call_lets_more_nodes_in_until_a_round_is_full(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, 3, last_call_timeout=600).add(3)
-    joins = [waits(node) for node in nodes[:2]]
-    joins.append(nodes[2].join())
-    assert len(seats_of(joins)) == 3
 
 
 def test_the_next_round_is_decided_without_the_last_call(make_nodes: MakeNodes) -> None:
@@ -194,16 +181,6 @@ def test_survivors_keep_their_ranks_and_get_a_new_address(make_nodes: MakeNodes)
     assert old is not None
     assert old.bootstrap_store_info is not None
     assert seats[by_rank[1]].address == by_rank[1].handler._address != old.bootstrap_store_info.master_addr
-
-
-def test_a_replacement_fills_the_gap(make_nodes: MakeNodes) -> None:
-    run = make_nodes(3, 3)
-    nodes = run.add(3)
-    by_rank = dict(zip((seat.rank for seat in join_all(nodes)), nodes, strict=True))
-    by_rank[1].fail()
-    new = run.one()
-    all_signalled([by_rank[0], by_rank[2]])
-    assert [seat.rank for seat in join_all([by_rank[0], new, by_rank[2]])] == [0, 1, 2]
 
 
 def test_local_addr_and_its_default(make_nodes: MakeNodes) -> None:
@@ -380,31 +357,3 @@ def test_settings_that_do_not_fit_are_not_waited_for(etcd: EtcdServer) -> None:
     with pytest.raises(RendezvousConnectionError, match="it does not answer in TLS"):
         Node(f"https://{etcd.get_endpoint()}", "run", (1, 1), read_timeout=1, join_timeout=10 * DEADLINE)
     assert time.monotonic() - began < DEADLINE
-
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The rendezvous events that are recorded."""
-    recorded: list[dict[str, Any]] = []
-    monkeypatch.setattr(handler_module, "construct_and_record_rdzv_event", lambda **event: recorded.append(event))
-    return recorded
-
-
-def test_events_are_recorded(make_nodes: MakeNodes, fragile: EtcdServer, events: list[dict[str, Any]]) -> None:
-    run = make_nodes(1, 1, on=fragile, run_id="events")
-    node, other = run.one(), run.one(close_timeout=0.5, read_timeout=3)
-    join_all([node])
-    assert events[-1]["run_id"] == "events"
-    assert (events[-1]["node_state"].value, events[-1]["rank"]) == ("RUNNING", 0)
-    node.handler.set_closed()
-    with pytest.raises(RendezvousClosedError):
-        node.join().result(DEADLINE)
-    assert events[-1]["node_state"].value == "FAILED"
-    assert "RendezvousClosedError" in events[-1]["message"]
-    fragile.kill()
-    for call in (other.handler.set_closed, other.handler.is_closed):
-        before = len(events)
-        with pytest.raises(RendezvousConnectionError):
-            call()
-        assert [event["node_state"].value for event in events[before:]] == ["FAILED"]
-    assert not other.finish()

@@ -19,13 +19,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
 from ftcoord.core import rendezvous_records
+from ftcoord.core.rendezvous import FRESH
 from ftcoord.core.rendezvous_records import RoundHead
-from ftcoord.core.round_situation import FRESH
 from ftcoord.core.verdict import Standing
 from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.group.pace import Look
+from ftcoord.primitives.group.use import Look
 from ftcoord.rendezvous import pace
 
 FAILURE = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "none")})
@@ -51,47 +51,8 @@ def news_of(node: Node) -> Late:
     return node.handler._etcd
 
 
-def test_a_recall_does_not_overtake_the_decision(make_nodes: MakeNodes, client: EtcdClient, late_clients: None) -> None:
-    """A node hears of its round only when a newcomer has had it recalled: the others must not have started it."""
-    run = make_nodes(2, 3, last_call_timeout=600, settle_timeout=0.2)
-    quick, slow = run.add(2, last_call_timeout=1)
-    first = waits(quick)
-    news_of(slow).hold()
-    second = slow.join()
-    eventually(lambda: decided(client, quick), what="the first round is decided")
-    third = run.one().join()
-    recalled = eventually(lambda: (now := decided(client, quick)) and now.recalled and now, what="it is recalled")
-    assert not recalled.ready
-    news_of(slow).release()
-    assert len(seats_of([first, second, third])) == 3
-
-
-def test_a_node_that_died_while_it_waited_starts_no_round(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    """Its lease lives on, so it is given a seat: torch's agents would wait for it for five minutes."""
-    survivor, dead, other, replacement = make_nodes(3, 3, last_call_timeout=600).add(4)
-    first = waits(survivor)
-    waits(dead)
-    dead.crash()
-    second = other.join()
-    eventually(lambda: decided(client, survivor), what="a round is decided, with the dead one")
-    assert not first.done()
-    assert not second.done()
-    assert len(seats_of([first, second, replacement.join()])) == 3
-
-
-def test_a_node_that_does_not_take_its_seat_is_left_out(make_nodes: MakeNodes, late_clients: None) -> None:
-    """It lives, so its lease does too, but it hears nothing."""
-    decider, healthy, deaf = make_nodes(2, 3, last_call_timeout=1).add(3)
-    joins = [waits(decider)]
-    news_of(deaf).hold()
-    deaf.join()
-    joins.append(healthy.join())
-    assert {seat.world for seat in seats_of(joins)} == {2}
-    news_of(deaf).release()
-
-
 def says_that_it_is_seated(client: EtcdClient, node: Node) -> bool:
-    kv = client.get(node.member().group.key).one
+    kv = client.get(node.member().group.own.key).one
     return kv is not None and rendezvous_records.parse_join_request(kv.key, kv.value).seated > 0
 
 
@@ -180,7 +141,7 @@ def test_who_has_lost_its_lease_takes_no_seat(make_nodes: MakeNodes, client: Etc
     node = make_nodes(2, 2).one()
     part = node.handler._node
     part.participant.say(part._new_ask(0), part.pace.deadline, part.pace.gone)
-    before = client.get(node.member().group.key).one
+    before = client.get(node.member().group.own.key).one
     node.member().orphan()
     part.participant.reaffirm(replace(part._new_ask(0), seated=1), part.pace)
     assert client.get(before.key).one == before  # type: ignore[union-attr]
@@ -197,14 +158,6 @@ def test_a_node_with_other_limits_is_refused_and_disturbs_nobody(make_nodes: Mak
     with pytest.raises(RendezvousStateError, match=r"--nnodes=2, as .* wants, and this node has --nnodes=3: give all"):
         odd.join().result(DEADLINE)
     assert not any(node.signalled() for node in nodes)
-
-
-def test_limits_of_nodes_that_are_gone_bind_nobody(make_nodes: MakeNodes) -> None:
-    old = make_nodes(1, 1, run_id="changed limits").one()
-    join_all([old])
-    old.fail()
-    seats = join_all(make_nodes(2, 2, run_id="changed limits").add(2))
-    assert {(seat.world, seat.round) for seat in seats} == {(2, 2)}
 
 
 # -- the end of a run -------------------------------------------------------------------------------------------------
@@ -280,21 +233,6 @@ def test_a_failed_run_is_started_again_under_its_id(make_nodes: MakeNodes) -> No
     assert (seats[0].world, seats[0].round) == (2, 2)
 
 
-def test_a_failed_run_may_be_started_again_with_other_limits_while_a_node_of_it_is_still_ending(
-    make_nodes: MakeNodes,
-) -> None:
-    ttl = 5
-    run = make_nodes(2, 2, run_id="other limits again", lease_ttl=ttl)
-    failed, slow = run.add(2)
-    join_all([failed, slow])
-    failed.end_with(FAILURE)
-    join = waits(make_nodes(1, 1, run_id="other limits again", lease_ttl=ttl).one())
-    threading.Event().wait(2 * ttl)  # longer than it takes to be refused
-    assert not join.done()
-    slow.fail()
-    assert join.result(DEADLINE).round == 2
-
-
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 
@@ -346,23 +284,3 @@ def test_a_decider_that_leaves_says_why(make_nodes: MakeNodes, client: EtcdClien
     decider.fail()
     all_signalled([other])
     assert "left (ValueError)" in str(decided(client, other))
-
-
-def test_why_a_round_ended_is_known_as_far_as_it_can_be(
-    make_nodes: MakeNodes, client: EtcdClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = make_nodes(1, 3, lease_ttl=5)
-    nodes = run.add(3)
-    join_all(nodes)
-    nodes[2].fail()
-    all_signalled(nodes[:2])
-    assert "left (ValueError)" in str(decided(client, nodes[0]))
-    join_all(nodes[:2])
-    nodes[1].crash()
-    all_signalled(nodes[:1])
-    assert "is gone (its lease ended)" in str(decided(client, nodes[0]))
-    with caplog.at_level(logging.INFO, logger="ftcoord.rendezvous"):
-        join_all(nodes[:1])
-    assert "round 3: this node is rank 0 of 1, on " in caplog.text
-    assert "the round before ended: " in caplog.text
-    assert "is gone (its lease ended)" in caplog.text

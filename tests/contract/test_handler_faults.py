@@ -7,7 +7,6 @@ import time
 
 import pytest
 from helpers import DEADLINE, eventually
-from late import Late
 from rdzv_nodes import (
     MakeNodes,
     Node,
@@ -19,7 +18,6 @@ from rdzv_nodes import (
     join_as_agents,
     keys_under,
     processes,
-    spawn,
     waits,
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
@@ -29,32 +27,6 @@ from ftcoord.etcd.client import EtcdClient
 
 LONG_TTL = 600
 """Seconds; a lease that outlives the test, so that only giving it up can end it."""
-
-
-# -- a view that lags --------------------------------------------------------------------------------------------------
-
-
-def test_a_node_that_missed_its_own_round_gets_a_seat_in_the_next(
-    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had one and did not take it, so the round came to nothing and another formed without it, before it heard."""
-    run = make_nodes(1, 3, last_call_timeout=2)
-    first = run.one()
-    monkeypatch.setattr("ftcoord.rendezvous.handler.SharedClient", Late)
-    late = run.one()
-    news = late.handler._etcd
-    assert isinstance(news, Late)
-    joining = first.join()
-    eventually(lambda: first.member().entered, what="the first node is the older one, and so the decider")
-    join_as_agents([first, late], [joining, late.join()])
-    before = first.handler._node.round.number
-    news.hold()
-    waiting = late.join()
-    all_signalled([first])
-    alone = first.join().result(DEADLINE)  # after the round that the other one misses
-    assert (alone.round, alone.world) == (before + 2, 1)
-    news.release_the_last()
-    assert join_as_agents([first, late], [spawn(lambda: alone), waiting])[0].round > alone.round
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -96,7 +68,7 @@ def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, c
     join = waiting.join()
     for _ in range(2):
         member = eventually(lambda: waiting.handler._node.participant.member, what="the node has a lease")
-        eventually(lambda member=member: client.get(member.group.key).one, what="the node waits")
+        eventually(lambda member=member: client.get(member.group.own.key).one, what="the node waits")
         client.revoke(waiting.lease())
         eventually(
             lambda member=member: waiting.handler._node.participant.member is not member,
@@ -122,23 +94,6 @@ def test_shutdown_ends_a_rendezvous_under_way(make_nodes: MakeNodes) -> None:
 # -- processes --------------------------------------------------------------------------------------------------------
 
 TWO = (2, 2)
-
-
-def test_kill_9_and_sigterm_are_noticed(etcd: EtcdServer) -> None:
-    """After -9 the lease has to end; SIGTERM skips shutdown(), and yet the node gives its lease up."""
-    endpoint = etcd.get_endpoint()
-    first, killed = NodeProcess(endpoint, "signals", TWO), NodeProcess(endpoint, "signals", TWO)
-    second, third = (NodeProcess(endpoint, "signals", TWO, lease_ttl=LONG_TTL, run_ttl=3600) for _ in range(2))
-    with processes(first, killed, second, third):
-        assert {seat.round for seat in all_join(first, killed)} == {1}
-        killed.kill()
-        eventually(lambda: first.ask("waiting"), what="the survivor is signalled")
-        assert {seat.round for seat in all_join(first, second)} == {2}
-        assert second.terminate() == 143
-        eventually(lambda: first.ask("waiting"), what="the survivor is signalled")
-        assert {seat.round for seat in all_join(first, third)} == {3}
-        assert first.ask("shutdown")
-        eventually(lambda: third.ask("closed"), what="the run is closed")
 
 
 def test_wall_clocks_that_differ_and_jump_by_an_hour(etcd: EtcdServer) -> None:
@@ -231,36 +186,3 @@ def test_run_ids(make_nodes: MakeNodes, client: EtcdClient, run_id: str) -> None
     assert nodes[0].finish()
     eventually(nodes[1].handler.is_closed, what="the run is closed")
     assert {key.split("/")[1] for key in keys_under(client, "/ids")} == {"ids"}
-
-
-def test_a_long_run_keeps_its_state_and_leaves_nothing(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    """Longer than every TTL; afterwards all that is left has a lease, and goes with it."""
-    ttls = {"lease_ttl": 4, "run_ttl": 17}
-    prefix = "/long-run"
-    run = make_nodes(2, 2, key_prefix=prefix, **ttls)
-    nodes = run.add(2)
-    join_all(nodes)
-    assert nodes[0].info is not None
-    nodes[0].info.store.set("key", b"1")
-    loops = [AgentLoop(node) for node in nodes]
-    threading.Event().wait(18)
-    for loop in loops:
-        loop.stop()
-        assert loop.answers == {0}
-    assert nodes[0].info.store.get("key") == b"1"
-    nodes[0].fail()
-    new = run.one()
-    all_signalled([nodes[1]])
-    assert {seat.round for seat in join_all([nodes[1], new])} == {2}
-    assert new.info is not None
-    new.info.store.set("key", b"1")
-    assert new.finish()
-    eventually(nodes[1].handler.is_closed, what="the run is closed")
-    assert nodes[1].finish()
-    for late in run.add(2):  # they do not keep a closed run alive
-        with pytest.raises(RendezvousClosedError):
-            late.join().result(DEADLINE)
-    left = keys_under(client, prefix)
-    assert any(key.endswith("/decided") for key in left)
-    assert all(kv.lease for kv in left.values())
-    eventually(lambda: not keys_under(client, prefix), what="nothing is left")

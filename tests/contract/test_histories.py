@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import re
 import urllib.request
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence, Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from ftcoord.core.quorum_records import parse_replica
 from ftcoord.core.verdict import Verdict, Wait
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.group.policy import View
+from ftcoord.primitives.group.use import View
 
 NAMES = "abcde"
 RULES = {"min_replicas": 2, "join_timeout_ms": 15_000, "heartbeat_timeout_ms": 60_000}

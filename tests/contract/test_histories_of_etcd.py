@@ -16,28 +16,14 @@ from virtual import MemoryClient, MemoryEtcd
 
 from ftcoord import EtcdServer
 from ftcoord.errors import EtcdError
-from ftcoord.etcd.api import (
-    Batch,
-    Began,
-    Compare,
-    Delete,
-    Event,
-    Get,
-    KeyValue,
-    Op,
-    Put,
-    RangeResult,
-    Span,
-    TxnResult,
-    WatchItem,
-)
+from ftcoord.etcd import api
 from ftcoord.etcd.client import EtcdClient
 
 SEEDS = int(os.environ.get("FTCOORD_SEEDS", "2"))
 """Histories of `STEPS` each: 50 of them are 10,000 steps."""
 STEPS: Final = 200
 KEYS: Final = ("/h/a", "/h/b", "/h/b/c", "/h/d", "/h/é")
-EVERYTHING: Final = Span("/h/", is_prefix=True)
+EVERYTHING: Final = api.Span("/h/", is_prefix=True)
 TTL: Final = 600
 """Seconds: no lease ends by time, which is not the same on both sides."""
 
@@ -51,7 +37,7 @@ class Side:
     def __init__(self, client: Client) -> None:
         self.client = client
         self.leases: list[int] = []
-        self.seen: list[Event | Exception] = []
+        self.seen: list[api.Event | Exception] = []
         began = threading.Event()
         self._began = began.set
         self._watch = client.watch(EVERYTHING, 0, self._hear)
@@ -63,13 +49,13 @@ class Side:
 
     def plain(self, told: object) -> object:
         """What it was told, without what is its own."""
-        if isinstance(told, KeyValue):
+        if isinstance(told, api.KeyValue):
             return told._replace(lease=self.leases.index(told.lease) + 1 if told.lease else 0)
-        if isinstance(told, RangeResult):
+        if isinstance(told, api.RangeResult):
             return tuple(self.plain(kv) for kv in told.kvs), told.count, told.revision
-        if isinstance(told, TxnResult):
+        if isinstance(told, api.TxnResult):
             return told.succeeded, told.revision, tuple(self.plain(one) for one in told.results)
-        if isinstance(told, Event):
+        if isinstance(told, api.Event):
             return told.kind, self.plain(told.kv)
         return told
 
@@ -82,40 +68,42 @@ class Side:
 
     def history(self, start: int, until: int) -> object:
         """What a watch from a revision on tells, up to another one; or that it cannot."""
-        items: list[WatchItem] = []
+        items: list[api.WatchItem] = []
         watch = self.client.watch(EVERYTHING, start, items.append)
         try:
             eventually(lambda: _is_told(items, until), lambda: f"{items} are not all up to {until}")
         finally:
             watch.cancel()
         errors = [type(item).__name__ for item in items if isinstance(item, Exception)]
-        return errors or [self.plain(event) for item in items if isinstance(item, Batch) for event in item.events]
+        return errors or [self.plain(event) for item in items if isinstance(item, api.Batch) for event in item.events]
 
     def has_seen(self, revision: int) -> bool:
         """Whether its watch has told of that, or is over."""
         last = self.seen[-1]
         return isinstance(last, Exception) or last.kv.mod_revision >= revision
 
-    def _hear(self, item: WatchItem) -> None:
-        if isinstance(item, Batch):
+    def _hear(self, item: api.WatchItem) -> None:
+        if isinstance(item, api.Batch):
             self.seen.extend(item.events)
         elif isinstance(item, Exception):
             self.seen.append(item)
-        elif isinstance(item, Began):
+        elif isinstance(item, api.Began):
             self._began()
 
 
-def _is_told(items: list[WatchItem], until: int) -> bool:
+def _is_told(items: list[api.WatchItem], until: int) -> bool:
     last = items[-1] if items else None
-    return isinstance(last, Exception) or (isinstance(last, Batch) and last.events[-1].kv.mod_revision >= until)
+    return isinstance(last, Exception) or (isinstance(last, api.Batch) and last.events[-1].kv.mod_revision >= until)
 
 
-def drawn_span(draw: random.Random) -> Span:
-    return Span(draw.choice(KEYS)) if draw.random() < 0.7 else Span(draw.choice(("/h/", "/h/b")), is_prefix=True)
+def drawn_span(draw: random.Random) -> api.Span:
+    return (
+        api.Span(draw.choice(KEYS)) if draw.random() < 0.7 else api.Span(draw.choice(("/h/", "/h/b")), is_prefix=True)
+    )
 
 
-def drawn_get(draw: random.Random, revision: int) -> Get:
-    return Get(
+def drawn_get(draw: random.Random, revision: int) -> api.Get:
+    return api.Get(
         drawn_span(draw),
         limit=draw.choice((0, 0, 1, 2)),
         keys_only=draw.random() < 0.2,
@@ -125,23 +113,23 @@ def drawn_get(draw: random.Random, revision: int) -> Get:
     )
 
 
-def drawn_compare(draw: random.Random, revision: int, side: Side) -> Compare:
+def drawn_compare(draw: random.Random, revision: int, side: Side) -> api.Compare:
     key, relation = draw.choice(KEYS), draw.choice(("=", "!=", ">", "<"))
     target = draw.choice(("create", "mod", "version", "value", "lease"))
     if target == "lease":  # ids have no order that both sides share
-        return Compare(key, target, draw.choice(("=", "!=")), side.lease(draw.randint(-1, len(side.leases))))
+        return api.Compare(key, target, draw.choice(("=", "!=")), side.lease(draw.randint(-1, len(side.leases))))
     operands: dict[str, Any] = {"value": draw.choice((b"", b"1", b"2")), "version": draw.randint(0, 3)}
-    return Compare(key, target, relation, operands.get(target, draw.randint(0, revision)))
+    return api.Compare(key, target, relation, operands.get(target, draw.randint(0, revision)))
 
 
-def drawn_op(draw: random.Random, revision: int, side: Side) -> Op:
+def drawn_op(draw: random.Random, revision: int, side: Side) -> api.Op:
     kind = draw.random()
     if kind < 0.3:
         return drawn_get(draw, revision)
     if kind < 0.5:
-        return Delete(drawn_span(draw))
+        return api.Delete(drawn_span(draw))
     lease = side.lease(draw.randint(0, len(side.leases))) if draw.random() < 0.4 else 0
-    return Put(draw.choice(KEYS), draw.choice((b"", b"1", b"2")), lease)
+    return api.Put(draw.choice(KEYS), draw.choice((b"", b"1", b"2")), lease)
 
 
 def transaction(seed: float, revision: int) -> Step:

@@ -25,9 +25,7 @@ from ftcoord.config import EtcdConfig
 from ftcoord.embedded import server as server_module
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, ForkedProcessError, OutcomeUnknown
-from ftcoord.etcd import api
-from ftcoord.etcd import client as client_module
-from ftcoord.etcd.api import Get, KeyValue, Put, Span
+from ftcoord.etcd import api, client as client_module
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.write_once import write_once
 
@@ -128,7 +126,7 @@ def test_a_server_that_hangs_costs_no_more_than_the_timeout(fragile: EtcdServer)
         fragile.pause()
         for reading in (
             lambda: client.get("/key", timeout=0.5),
-            lambda: client.range(Get(Span("/key", is_prefix=True)), timeout=0.5),
+            lambda: client.range(api.Get(api.Span("/key", is_prefix=True)), timeout=0.5),
             lambda: client.grant(60, timeout=0.5),
             lambda: client.renew(lease.id, timeout=0.5),
             lambda: client.status(timeout=0.5),
@@ -145,7 +143,7 @@ def test_a_server_that_hangs_costs_no_more_than_the_timeout(fragile: EtcdServer)
 
 
 def test_a_connection_that_is_half_dead_is_replaced_though_there_is_one_endpoint(etcd: EtcdServer) -> None:
-    """gRPC itself would keep it for 15 s."""
+    """gRPC itself would keep it for 10 s."""
     with Cutter(etcd.get_port()) as line, connect(f"127.0.0.1:{line.port}") as client:
         assert client.get("/key").revision
         line.freeze()
@@ -245,16 +243,6 @@ def test_a_write_that_etcd_did_not_propose_is_sent_again(unfriendly: Any, code: 
     eventually(known, "it is known that nothing was written")
 
 
-def test_failover_when_the_member_in_use_is_killed(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
-    cluster_client.put("/key", b"before")
-    cluster.kill(0)
-    stored = cluster_client.get("/key", timeout=DEADLINE).one
-    assert stored is not None
-    after = eventually(lambda: settled(cluster_client, "/key", stored), what="a write")
-    cluster.restart(0)
-    assert cluster_client.get("/key", timeout=DEADLINE).one == after
-
-
 def test_failover_when_the_member_in_use_hangs(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
     cluster_client.put("/key", b"before")
     cluster.pause(0)
@@ -270,9 +258,9 @@ def test_failover_when_the_member_in_use_hangs(cluster: EtcdCluster, cluster_cli
     assert eventually(lambda: settled(cluster_client, "/other", None), what="a write after one that was lost")
 
 
-def settled(client: EtcdClient, key: str, before: KeyValue | None) -> Any:
+def settled(client: EtcdClient, key: str, before: api.KeyValue | None) -> Any:
     try:
-        return write_once(client, Put(key, b"after"), before, timeout=5).kv
+        return write_once(client, api.Put(key, b"after"), before, timeout=5).kv
     except (EtcdUnavailable, OutcomeUnknown):
         return None
 
@@ -281,7 +269,7 @@ def settled(client: EtcdClient, key: str, before: KeyValue | None) -> Any:
 
 
 def test_a_forked_child_is_refused_and_does_no_harm(client: EtcdClient, prefix: str) -> None:
-    watch = client.watch(Span(prefix, is_prefix=True), 1, lambda item: None)
+    watch = client.watch(api.Span(prefix, is_prefix=True), 1, lambda item: None)
     lease = client.grant(60)
     client.put(prefix, b"", lease.id)
     refused = ForkedProcessError.__name__
@@ -289,7 +277,7 @@ def test_a_forked_child_is_refused_and_does_no_harm(client: EtcdClient, prefix: 
     assert in_fork(lambda: client.put(prefix, b"child")) == refused
     assert in_fork(lambda: client.renew(lease.id)) == refused
     assert in_fork(lambda: client.revoke(lease.id)) == refused
-    assert in_fork(lambda: client.watch(Span(prefix), 1, lambda item: None)) == refused
+    assert in_fork(lambda: client.watch(api.Span(prefix), 1, lambda item: None)) == refused
     assert in_fork(lambda: (watch.cancel(), client.close())) == "(None, None)"
     stored = client.get(prefix).one
     assert stored is not None

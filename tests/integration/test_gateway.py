@@ -23,9 +23,9 @@ from natives import Natives
 from benchmarks.metrics import Load
 from ftcoord import EtcdServer, cli
 from ftcoord.config import EtcdConfig
-from ftcoord.coordination import Gateway, LighthouseClient, gateway_sessions
+from ftcoord.coordination import Gateway, LighthouseClient, gateway as gateways
 from ftcoord.coordination.address import fresh_name, parse_address
-from ftcoord.coordination.gateway_sessions import CUT_OFF, QUIET_FOR
+from ftcoord.coordination.gateway import CUT_OFF, QUIET_FOR
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import ConfigError, ServerError
 from ftcoord.etcd.api import Get, Span
@@ -92,19 +92,9 @@ def askers(job: str) -> dict[str, int]:
 class Process:
     """`ftcoord gateway` in a process of its own."""
 
-    def __init__(self, job: str, port: int = 0, descriptors: int | None = None) -> None:
+    def __init__(self, job: str, port: int = 0) -> None:
         self.job = job
-        limit = ["prlimit", f"--nofile={descriptors}"] if descriptors else []
-        command = [
-            *limit,
-            sys.executable,
-            portless.__file__,
-            "gateway",
-            "--etcd",
-            job,
-            "--listen",
-            f"127.0.0.1:{port}",
-        ]
+        command = [sys.executable, portless.__file__, "gateway", "--etcd", job, "--listen", f"127.0.0.1:{port}"]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -125,8 +115,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def process(job: str, port: int = 0, descriptors: int | None = None) -> Iterator[Process]:
-    gateway = Process(job, port, descriptors)
+def process(job: str, port: int = 0) -> Iterator[Process]:
+    gateway = Process(job, port)
     try:
         yield gateway
     finally:
@@ -144,17 +134,6 @@ def test_two_native_groups_form_a_quorum(natives: Natives, gateway: Gateway) -> 
     assert (a0["store_address"], b0["store_address"]) == ("store-of-a", "store-of-a")
     address = b0["recover_src_manager_address"]
     assert natives.do("metadata", address=address, rank=0).result(DEADLINE) == "weights of a"
-
-
-def test_two_gateways_are_one(natives: Natives, etcd: EtcdServer) -> None:
-    job = job_of(etcd, min_replicas=4)
-    with Gateway(job) as gateway, Gateway(job) as other:
-        natives.manage(gateway.address(), "a", "c")
-        natives.manage(other.address(), "b", "d")
-        for step in range(3):
-            told = natives.ask("a", "b", "c", "d", step=step)
-            assert [one["replica_rank"] for one in told] == [0, 1, 2, 3]
-            assert {one["quorum_id"] for one in told} == {1}
 
 
 def test_a_request_that_is_too_large_is_refused_to_its_sender(natives: Natives, gateway: Gateway, job: str) -> None:
@@ -189,8 +168,14 @@ def test_one_that_beats_is_waited_for_until_it_is_silent(natives: Natives, etcd:
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::]:0", "[::1]:0"])
-def test_a_native_replica_that_is_killed_is_out_at_once(natives: Natives, etcd: EtcdServer, listen: str) -> None:
-    """Long before its heartbeat times out; and nobody else is taken for dead."""
+def test_a_native_replica_that_is_killed_is_out_at_once(
+    natives: Natives,
+    etcd: EtcdServer,
+    listen: str,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Long before its heartbeat times out; it died, and did not leave; and nobody else is taken for dead."""
     job = job_of(etcd, heartbeat_timeout_ms=int(DEADLINE * 1000))
     with Gateway(job, listen) as gateway:
         address = re.sub("//.*:", "//localhost:" if listen != "[::1]:0" else "//[::1]:", gateway.address())
@@ -208,6 +193,13 @@ def test_a_native_replica_that_is_killed_is_out_at_once(natives: Natives, etcd: 
         assert time.monotonic() - died_at < DEADLINE / 2
         threading.Event().wait(10 * QUIET_FOR)
         assert members(job) == 2
+    said = list[str]()
+    for command in ("history", "why"):
+        cli.main([command, parse_address(job).name, "--endpoints", etcd.get_endpoint()])
+        said.append(capsys.readouterr().out)
+    assert re.search(rf"died .*d(:\S+)?: {CUT_OFF}", " ".join(said[0].split()))
+    assert "its manager was closed" not in "".join(said)
+    assert any("counts as dead" in one.getMessage() and CUT_OFF in one.getMessage() for one in caplog.records)
 
 
 def test_one_that_connects_for_each_beat_has_its_heartbeat_time_out(etcd: EtcdServer) -> None:
@@ -316,15 +308,6 @@ def test_a_taken_port_and_a_bad_address_are_refused(gateway: Gateway, job: str) 
             Gateway(address, listen)
 
 
-ENDS = """
-import sys
-from ftcoord.coordination import Gateway
-gateway = Gateway(sys.argv[1])
-print(gateway.address(), flush=True)
-sys.stdin.readline()
-"""
-
-
 @pytest.mark.parametrize("body", [b"", b"\xff", b"\x0a\x05\x3a\x03{x}"])
 def test_what_is_no_request_is_refused(gateway: Gateway, body: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     call = raw_call(gateway, "Quorum")
@@ -334,34 +317,9 @@ def test_what_is_no_request_is_refused(gateway: Gateway, body: bytes, capfd: pyt
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_native_replica_that_is_killed_died_and_did_not_leave(
-    natives: Natives, etcd: EtcdServer, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = job_of(etcd, heartbeat_timeout_ms=int(DEADLINE * 1000))
-    with Gateway(job) as gateway:
-        natives.manage(gateway.address(), "a", "b")
-        with Natives() as mortal:
-            mortal.manage(gateway.address(), "d")
-            eventually(lambda: members(job) == 3, "all have beaten")
-            others = [natives.do("quorum", name=name) for name in "ab"]
-            mortal.ask("d")
-            assert {one.result(DEADLINE)["replica_world_size"] for one in others} == {3}
-            threading.Event().wait(3 * QUIET_FOR)  # who has beaten once may do so through a new connection each time
-            mortal.kill()
-        natives.ask("a", "b", step=1)
-    where = parse_address(job)
-    said = list[str]()
-    for command in ("history", "why"):
-        cli.main([command, where.name, "--endpoints", etcd.get_endpoint()])
-        said.append(capsys.readouterr().out)
-    assert re.search(rf"died .*d(:\S+)?: {CUT_OFF}", " ".join(said[0].split()))
-    assert "its manager was closed" not in "".join(said)
-    assert any("counts as dead" in one.getMessage() and CUT_OFF in one.getMessage() for one in caplog.records)
-
-
 def test_one_address_takes_only_a_share_of_a_gateway(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_sessions, "MOST_IDS_OF_ADDRESS", 2)
-    monkeypatch.setattr(gateway_sessions, "MOST_WAITING_OF_ADDRESS", 1)
+    monkeypatch.setattr(gateways, "MOST_IDS", 4)
+    monkeypatch.setattr(gateways, "MOST_WAITING", 2)
     with Gateway(job) as gateway:
         beat, call = raw_call(gateway, "Heartbeat"), raw_call(gateway, "Quorum")
         for name in "xyx":

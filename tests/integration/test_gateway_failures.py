@@ -12,7 +12,7 @@ from test_gateway import asked, by_key, job_of, members, pytestmark  # noqa: F40
 
 from ftcoord import EtcdServer
 from ftcoord.coordination import Gateway
-from ftcoord.coordination.gateway_sessions import GatewaySessions
+from ftcoord.coordination.gateway import GatewaySessions
 
 
 def quorum(natives: Natives, gateway: Gateway, name: str, timeout: float = DEADLINE) -> Future[Any]:

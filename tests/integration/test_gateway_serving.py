@@ -15,15 +15,13 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from helpers import DEADLINE, eventually
+from helpers import DEADLINE
 from natives import Natives
 
 from ftcoord import EtcdServer, concurrency
 from ftcoord.coordination import Gateway
 from ftcoord.coordination.address import fresh_name, parse_address
 from ftcoord.coordination.kills import order_kill
-from ftcoord.core.layout import members_span
-from ftcoord.etcd.api import Get
 from ftcoord.etcd.client import EtcdClient
 
 pytestmark = pytest.mark.skipif(
@@ -56,25 +54,6 @@ def test_an_order_through_etcd_ends_a_native_manager(natives: Natives, etcd: Etc
         order_kill(client, parse_address(job).prefix, "b", "why", concurrency.now() + DEADLINE)
         assert ends_with_1(mortal)
         assert natives._process.poll() is None
-
-
-def test_an_order_ends_a_native_manager_that_only_beats(etcd: EtcdServer, client: EtcdClient) -> None:
-    """It hangs in its step while its gateway is started again, so it has asked no gateway that is there now."""
-    job = f"etcd://{etcd.get_endpoint()}/{fresh_name()}?min_replicas=1"
-    prefix = parse_address(job).prefix
-
-    def members() -> set[str]:
-        return {kv.key for kv in client.range(Get(members_span(prefix), keys_only=True)).kvs}
-
-    with Natives() as hung:
-        with Gateway(job) as first:
-            hung.manage(first.address(), "a")
-            hung.ask("a")
-            before = members()
-        with Gateway(job, first.address().removeprefix("http://")):
-            eventually(lambda: members() - before, "it beats through the new one")
-            order_kill(client, prefix, "a", "why", concurrency.now() + DEADLINE)
-            assert ends_with_1(hung)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, as_completed
@@ -19,16 +18,15 @@ from rdzv_nodes import keys_under, spawn
 
 from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer, Observer, manager, policy, ranks
 from ftcoord.coordination.address import parse_address
-from ftcoord.coordination.gateway_sessions import GatewaySessions
-from ftcoord.coordination.ranks import RankBarrier, RankGroup
+from ftcoord.coordination.ranks import Meeting, RankGroup
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import kill_key
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import EtcdUnavailable, ServerError
+from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.group import membership as memberships
+from ftcoord.primitives.group import participant as memberships
 
 LONG = timedelta(seconds=DEADLINE)
 SHORT = timedelta(milliseconds=300)
@@ -162,12 +160,7 @@ def test_a_manager_that_hears_no_orders_any_more_leaves_the_job(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     "broken",
-    [
-        (RankBarrier, "join"),
-        (RankGroup, "result"),
-        (Replica, "ask"),
-        (selectors.DefaultSelector, "select"),
-    ],
+    [(Meeting, "join"), (RankGroup, "result"), (Replica, "ask"), (selectors.DefaultSelector, "select")],
     ids=["a call", "an answer", "the request of the group", "the port"],
 )
 def test_a_manager_whose_port_fails_leaves_the_job(
@@ -182,26 +175,7 @@ def test_a_manager_whose_port_fails_leaves_the_job(
             rank._quorum(0, 0, "", False, True, 0, LONG)
         eventually(lambda: "manager a leaves the job" in caplog.text, "it is logged")
     eventually(lambda: not job.keys("members/"), "nobody counts on it")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_gateway_that_cannot_see_who_is_silent_refuses_calls(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would keep dead replicas alive."""
-    job.rules(heartbeat_timeout_ms=3_000)
-    sessions = GatewaySessions(job.client, parse_address(job.address), lambda peers: ())
-    job.stack.callback(sessions.close)
-    deadline = time.monotonic() + DEADLINE
-    sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
-    assert len(job.keys("members/")) == 1
-
-    def fail(*args: Any) -> None:
-        raise MemoryError("made by the test")
-
-    monkeypatch.setattr(sessions, "_take_silent", fail)
-    eventually(lambda: sessions.has_failed, "it has failed")
-    with pytest.raises(ServerError, match="restart it"):
-        sessions.beat("a", "ipv4:127.0.0.1:1", deadline)
-    eventually(lambda: not job.keys("members/"), "the lease of its replica ends")
+    eventually(lambda: "ftcoord-ranks" not in {one.name for one in threading.enumerate()}, "its error is reported here")
 
 
 # -- heartbeat time-outs ------------------------------------------------------------------------------------------

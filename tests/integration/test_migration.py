@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import warm
 from jobs import Job
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.rendezvous.handler import create_handler
-from ftcoord.rendezvous.torchelastic import (
-    RendezvousClosedException,
-    RendezvousNonRetryableError,
-    RendezvousTimeoutException,
-    TorchelasticHandler,
-)
 
 REPLACE = {"FTCOORD_REPLACE_LEGACY": "True"}
 OLD_CONF = {
@@ -67,30 +58,6 @@ for name in ("etcd", "etcd-v2", "etcd-v3"):
     assert done.stdout.splitlines() == [f"EtcdRendezvousHandler {name}" for name in names]
 
 
-AGENT = """
-import uuid
-import ftcoord
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-ftcoord.install_legacy_names()
-def add(*numbers):
-    return sum(numbers)
-if __name__ == "__main__":
-    import sys
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1, run_id=str(uuid.uuid4()),
-        rdzv_backend="etcd", rdzv_endpoint=sys.argv[1], rdzv_configs={"is_host": True, "join_timeout": 60},
-        max_restarts=0, monitor_interval=0.1)
-    print(elastic_launch(config, add)(20, 22))
-"""
-
-
-def test_an_agent_that_is_told_who_is_host(etcd: EtcdServer, tmp_path: Path) -> None:
-    """As torch's tests of its agent configure it."""
-    script = tmp_path / "agent.py"
-    script.write_text(AGENT)
-    done = warm.run(str(script), etcd.get_endpoint())
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["{0: 42}"]), done.stderr
-
-
 OLD_SAY = ("ConfigError timeout", "ConfigError read_timeout", "RendezvousConnectionError")
 NEW_SAY = ("ConfigError timeout", "ConfigError is_host", "ConfigError is_host")
 MALFORMED = {**dict.fromkeys(OLD_CONF, OLD_SAY), "etcd-v3": NEW_SAY, "etcd-v3-dynamic": NEW_SAY}
@@ -128,26 +95,3 @@ def test_torchs_own_state_machine_on_etcd_v3(etcd: EtcdServer, tmp_path: Path) -
         job.kill("a")
         job.round_of("bc")
         job.finish("bc")
-
-
-def test_the_interface_of_torchelastic(etcd: EtcdServer) -> None:
-    def handler(run_id: str, nodes: int, **conf: object) -> TorchelasticHandler:
-        params = RendezvousParameters("etcd-v3", etcd.get_endpoint(), run_id, nodes, nodes, "127.0.0.1", **conf)
-        return TorchelasticHandler(create_handler(params))
-
-    one = handler("torchelastic", 1)
-    store, rank, world_size = one.next_rendezvous()
-    store.set("key", "value")
-    assert (store.get("key"), rank, world_size, one.get_run_id()) == (b"value", 0, 1, "torchelastic")
-    assert one.num_nodes_waiting() == 0
-    assert not one.is_closed()
-    one.set_closed()
-    late, lonely = handler("torchelastic", 1), handler("lonely", 2, join_timeout=2)
-    with pytest.raises(RendezvousClosedException):
-        late.next_rendezvous()
-    with pytest.raises(RendezvousTimeoutException):
-        lonely.next_rendezvous()
-    for each in (one, late, lonely):
-        assert each.shutdown()
-    with pytest.raises(RendezvousNonRetryableError):
-        one.is_closed()

@@ -75,13 +75,7 @@ class Here:
 
     def await_requests(self, count: int) -> None:
         """Until so many calls, also of one rank, wait for other ranks that are to ask too."""
-        barrier = self._ranks._barrier
-
-        def there() -> int:
-            with barrier._lock:
-                return sum(len(calls) for calls in barrier._there.values())
-
-        eventually(lambda: there() == count, f"{count} calls wait")
+        eventually(lambda: len(self._ranks._requests._waiting) == count, f"{count} calls wait")
 
 
 @pytest.fixture

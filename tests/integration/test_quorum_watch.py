@@ -6,7 +6,6 @@ import queue
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from helpers import DEADLINE, eventually
@@ -14,7 +13,7 @@ from rdzv_nodes import keys_under
 from replicas import ReplicaProcess, agreed, managed, replica_processes
 
 from ftcoord.coordination.address import parse_address
-from ftcoord.coordination.observer import QuorumWatch
+from ftcoord.coordination.lighthouse import QuorumWatch
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.deaths import causes_of
@@ -34,9 +33,7 @@ class World:
         self.processes = stack.enter_context(replica_processes(self.job, 3))
         self.pairs = managed(self.processes)
         self.told: queue.SimpleQueue[Told] = queue.SimpleQueue()
-        self.failed: queue.SimpleQueue[tuple[int, BaseException]] = queue.SimpleQueue()
-        self.trouble: BaseException | None = None
-        self.watch = stack.enter_context(QuorumWatch(self.job, LIMIT, self._note, lambda *how: self.failed.put(how)))
+        self.watch = stack.enter_context(QuorumWatch(self.job, LIMIT, lambda *told: self.told.put(told), print))
         self.id, names = self.quorum()
         assert names == ["a", "b", "c"]
 
@@ -52,11 +49,6 @@ class World:
 
     def next(self) -> Told:
         return self.told.get(timeout=DEADLINE)
-
-    def _note(self, *told: Any) -> None:
-        if self.trouble is not None:
-            raise self.trouble
-        self.told.put(told)
 
 
 MakeWorld = Callable[..., World]

@@ -1,22 +1,15 @@
-"""Rounds while etcd is killed, paused and compacted, while the decider dies, and in a storm of all that at once."""
+"""Rounds while etcd is killed, paused and compacted, and while the decider dies or stalls."""
 
 from __future__ import annotations
 
-import random
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 
 import pytest
-from helpers import DEADLINE, eventually
+from helpers import eventually
 from rdzv_nodes import (
     MakeNodes,
-    Node,
     NodeProcess,
-    Nodes,
-    Seat,
     all_join,
     all_signalled,
     check_round,
@@ -24,9 +17,7 @@ from rdzv_nodes import (
     join_as_agents,
     keys_under,
     processes,
-    spawn,
 )
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
@@ -94,16 +85,6 @@ def test_trouble_while_a_round_runs(make_nodes: MakeNodes, fragile: EtcdServer, 
     assert {seat.world for seat in seats} == {3}
 
 
-def test_trouble_while_a_round_forms(make_nodes: MakeNodes, fragile: EtcdServer, trouble: Trouble) -> None:
-    """Each trouble comes at another moment of the joining."""
-    nodes = make_nodes(4, 4, on=fragile).add(4)
-    for delay in (0.0, 0.005, 0.02):
-        joins = [node.join() for node in nodes]
-        threading.Event().wait(delay)
-        trouble(fragile)
-        assert len(join_as_agents(nodes, joins)) == 4
-
-
 # -- deciders that die or stall ---------------------------------------------------------------------------------------
 
 
@@ -138,106 +119,3 @@ def test_a_decider_that_stalls_does_no_harm(etcd: EtcdServer, client: EtcdClient
         others[1].send("join")
         check_round(sorted((decider.seat(), others[1].seat()), key=lambda seat: seat.rank))
         assert first[0].round <= 2, "who waits forms round 1 with the decider, which does not take its seat"
-
-
-# -- a storm ----------------------------------------------------------------------------------------------------------
-
-LEAST, MOST, SLOTS = 2, 6, 8
-
-
-class Storm:
-    """Agents that join, run for a while, then fail, leave, crash or go on, all at random; and what they were told."""
-
-    def __init__(self, run: Nodes, seed: int) -> None:
-        self._run, self._seed = run, seed
-        self.calm = threading.Event()
-        self.over = threading.Event()
-        self.told: list[list[Seat]] = []
-        self.current: dict[int, Node | None] = {}
-
-    def agent(self, slot: int) -> None:
-        dice = random.Random(self._seed * 100 + slot)
-        while not self.over.is_set():
-            try:
-                node = self._run.one()
-            except RendezvousConnectionError:  # etcd is away: whoever started this agent starts it again
-                continue
-            try:
-                self._incarnation(node, slot, dice)
-            except (RendezvousClosedError, SystemExit):
-                assert self.over.is_set()
-
-    def _incarnation(self, node: Node, slot: int, dice: random.Random) -> None:
-        self.told.append([])
-        mine = self.told[-1]
-        while True:
-            self.current[slot] = None
-            mine.append(node._join())
-            self.current[slot] = node
-            self._work(node, dice.uniform(0, 1.5))
-            if self.over.is_set():
-                node.fail()
-                return
-            fate = (
-                "go on" if self.calm.is_set() or node.signalled() else dice.choice(["fail", "leave", "crash", "go on"])
-            )
-            if fate == "leave":
-                node.fail()
-                return
-            if fate == "crash":
-                node.crash()
-                return
-
-    def _work(self, node: Node, seconds: float) -> None:
-        """Until something happens: in calm times, only until the node is called back."""
-        end = time.monotonic() + seconds
-        while not (node.signalled() or self.over.is_set() or (not self.calm.is_set() and time.monotonic() > end)):
-            self.over.wait(0.02)
-
-    def settled(self) -> bool:
-        """Whether the last round is full and undisturbed, and the others wait as spares."""
-        running = [node for node in self.current.values() if node is not None]
-        rounds = {node.handler._node.round.number for node in running if node.handler._node.round}
-        return len(running) == MOST and len(rounds) == 1 and not any(node.signalled() for node in running)
-
-    def rounds(self) -> int:
-        """How many there have been."""
-        return len({seat.round for seats in [*self.told] for seat in [*seats]})
-
-    def check(self) -> None:
-        """Invariants S1 and S2 over all that the nodes were told."""
-        by_round: dict[int, list[Seat]] = defaultdict(list)
-        for seats in self.told:
-            numbers = [seat.round for seat in seats]
-            assert numbers == sorted(set(numbers)), "a node's rounds only grow"
-            for seat in seats:
-                by_round[seat.round].append(seat)
-        for seats in by_round.values():
-            assert len({(seat.world, seat.address, seat.port) for seat in seats}) == 1
-            assert len({seat.rank for seat in seats}) == len(seats)
-            assert all(0 <= seat.rank < seat.world and LEAST <= seat.world <= MOST for seat in seats)
-
-
-def nothing(_: EtcdServer) -> None:
-    """Only the nodes fail."""
-
-
-@pytest.mark.parametrize("troubles", [[nothing] * 3, [kill, pause, compact]], ids=["nodes", "nodes and etcd"])
-def test_storm(
-    make_nodes: MakeNodes, fragile: EtcdServer, troubles: list[Trouble], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    run = make_nodes(LEAST, MOST, on=fragile, last_call_timeout=0.5, settle_timeout=0.1)
-    storm = Storm(run, seed=2024)
-    agents = [spawn(partial(storm.agent, slot)) for slot in range(SLOTS)]
-    for trouble in troubles * 2:
-        before = storm.rounds()
-        trouble(fragile)
-        eventually(lambda before=before: storm.rounds() > before, what="rounds go on")
-    storm.calm.set()
-    eventually(storm.settled, what="the storm has settled")
-    storm.over.set()
-    run.one().handler.set_closed()
-    for agent in agents:
-        agent.result(DEADLINE)
-    storm.check()

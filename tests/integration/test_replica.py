@@ -81,7 +81,8 @@ def test_an_etcd_that_starts_later_is_waited_for(
     etcd.close()
     said = [message for message in caplog.messages if "trying again" in message]
     assert len(said) == 1
-    assert re.match(r"no etcd at .*: connection refused.* trying again for \d+ s \(connect_timeout\)", said[0])
+    why = "connection refused|.*Deadline Exceeded"  # on a busy machine
+    assert re.match(rf"no etcd at .*: ({why}).* trying again for \d+ s \(connect_timeout\)", said[0])
 
 
 def test_a_caller_that_is_gone_does_not_ask(
@@ -146,7 +147,8 @@ def test_the_error_of_the_replica_that_decides_names_why_nothing_is_decided(clie
             for replica in crew[:-1]:
                 calls.submit(ask, replica, 1000)
             eventually(lambda: sum(map(bool, requests(client, job))) == count - 1, "the others ask")
-            assert "too large" in ask(crew[-1], 5)
+            # Again: on a busy machine the office may just have ended, or another one may have it.
+            eventually(lambda: "too large" in ask(crew[-1], 5), "it is named")
         finally:
             gone.set()
             for replica in crew:

@@ -23,16 +23,14 @@ import pytest
 from etcd_cluster import FragileEtcd
 from helpers import DEADLINE, Seen, eventually, own_port
 
-from ftcoord import cli
+from ftcoord import cli, errors
 from ftcoord.config import EtcdConfig
 from ftcoord.core.lease import SessionState
 from ftcoord.embedded.server import LOOPBACK, EtcdServer
-from ftcoord.errors import ConfigError, EtcdAuthError, EtcdUnavailable
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.metrics import exporter
+from ftcoord.metrics import exporter, process
 from ftcoord.metrics.exporter import CONNECTION_TIMEOUT, MOST_SCRAPERS, MetricsAddress, MetricsServer, serving_tls
-from ftcoord.metrics.process import collect_process
 from ftcoord.primitives.session import Session
 
 TOKEN_TTL = 2
@@ -226,7 +224,7 @@ def refused_in_time(client: EtcdClient, advice: str) -> None:
         client.watch(Span("/key"), 1, Seen())
         for use in (lambda: client.get("/key", timeout=1), lambda: client.put("/key", b"", timeout=1)):
             began = time.monotonic()
-            with pytest.raises(EtcdUnavailable, match=f"^no etcd at .*: .*{advice}"):
+            with pytest.raises(errors.EtcdUnavailable, match=f"^no etcd at .*: .*{advice}"):
                 use()
             assert time.monotonic() - began < 11  # 1 s, and 10 for a slow machine
 
@@ -238,7 +236,7 @@ def test_a_file_that_went_missing_is_named_before_any_connection(
     copy.write_bytes(Path(authority.cert).read_bytes())
     config = EtcdConfig.load(url(secure), ca_cert=copy, cert=node.cert, key=node.key, env={})
     copy.unlink()
-    with pytest.raises(ConfigError, match=r"ca\.pem"):
+    with pytest.raises(errors.ConfigError, match=r"ca\.pem"):
         EtcdClient(config)
 
 
@@ -313,14 +311,14 @@ def test_a_user_may_do_what_the_role_says(guarded_for_all: FragileEtcd) -> None:
         seen.events(1)
         denied = Seen()
         client.watch(Span("/other/", is_prefix=True), 1, denied)
-        assert isinstance(denied.error(), EtcdAuthError)
+        assert isinstance(denied.error(), errors.EtcdAuthError)
         for use in (
             lambda: client.get("/other"),
             lambda: client.put("/other", b""),
             lambda: client.range(Get(Span("/", is_prefix=True))),
             lambda: client.delete(Span("/job", is_prefix=True)),
         ):
-            with pytest.raises(EtcdAuthError, match="permission denied"):
+            with pytest.raises(errors.EtcdAuthError, match="permission denied"):
                 use()
         client.put("/job/key", b"", session.lease_id)
         seen.events(2)
@@ -338,21 +336,11 @@ def test_wrong_logins(guarded_for_all: FragileEtcd, login: dict[str, str], why: 
     with connect(guarded_for_all.get_endpoint(), **login) as client:
         seen = Seen()
         client.watch(Span("/job/key"), 1, seen)
-        assert isinstance(seen.error(), EtcdAuthError)
+        assert isinstance(seen.error(), errors.EtcdAuthError)
         for use in (lambda: client.get("/job/key"), lambda: client.put("/job/key", b"")):
-            with pytest.raises(EtcdAuthError, match=why) as caught:
+            with pytest.raises(errors.EtcdAuthError, match=why) as caught:
                 use()
             assert "swordfish" not in str(caught.value)
-
-
-def test_a_login_that_was_wrong_is_not_repeated_for_ever(guarded_for_all: FragileEtcd) -> None:
-    with connect(guarded_for_all.get_endpoint(), user="trainer", password="wrong") as client:
-        seen = Seen()
-        client.watch(Span("/job/key"), 1, seen)
-        assert isinstance(seen.error(), EtcdAuthError)
-        eventually(
-            lambda: not any(thread.name == "ftcoord-watch" for thread in threading.enumerate()), what="the watch ends"
-        )
 
 
 def test_tokens_that_run_out_are_renewed(guarded: FragileEtcd) -> None:
@@ -392,12 +380,6 @@ def test_a_user_where_authentication_is_off_and_then_switched_on() -> None:
             assert [event.kv.value for event in each.events(2)] == [b"1", b"2"]
 
 
-def refused(client: EtcdClient) -> None:
-    with contextlib.suppress(EtcdUnavailable):
-        client.get("/job/key", timeout=0.5)
-        pytest.fail("etcd hangs")
-
-
 # -- the environment ------------------------------------------------------------------------------------------------
 
 
@@ -418,47 +400,29 @@ def fortress(authority: Authority) -> Iterator[SecureServer]:
         yield server
 
 
-@pytest.mark.parametrize("style", ["FTCOORD", "FTCOORD file", "ETCDCTL", "ETCDCTL password", "both"])
 def test_everything_comes_from_the_environment(
-    fortress: SecureServer,
-    authority: Authority,
-    node: Issued,
-    tmp_path: Path,
-    clean_environment: pytest.MonkeyPatch,
-    style: str,
+    fortress: SecureServer, authority: Authority, node: Issued, tmp_path: Path, clean_environment: pytest.MonkeyPatch
 ) -> None:
+    """Ours, else etcdctl's: tests/unit/test_config.py has all of both."""
     secret = tmp_path / "password"
     secret.write_text("swordfish\n")
-    endpoint = url(fortress, host=LOOPBACK)
-    name = {"FTCOORD_SERVER_NAME": "etcd.example"}
-    ours = {
-        "FTCOORD_ENDPOINTS": endpoint,
-        "FTCOORD_CA_CERT": authority.cert,
-        "FTCOORD_CERT": node.cert,
-        "FTCOORD_KEY": node.key,
-        "FTCOORD_USER": "trainer",
-    }
-    etcdctls = {
-        "ETCDCTL_ENDPOINTS": endpoint,
+    variables = {
+        "ETCDCTL_ENDPOINTS": "https://192.0.2.1:1",
+        "FTCOORD_ENDPOINTS": url(fortress, host=LOOPBACK),
         "ETCDCTL_CACERT": authority.cert,
         "ETCDCTL_CERT": node.cert,
         "ETCDCTL_KEY": node.key,
+        "FTCOORD_SERVER_NAME": "etcd.example",
+        "ETCDCTL_USER": "root:wrong",
+        "FTCOORD_USER": "trainer",
+        "FTCOORD_PASSWORD_FILE": str(secret),
     }
-    variables = {
-        "FTCOORD": ours | {"FTCOORD_PASSWORD": "swordfish"},
-        "FTCOORD file": ours | {"FTCOORD_PASSWORD_FILE": str(secret)},
-        "ETCDCTL": etcdctls | {"ETCDCTL_USER": "trainer:swordfish"},
-        "ETCDCTL password": etcdctls | {"ETCDCTL_USER": "trainer", "ETCDCTL_PASSWORD": "swordfish"},
-        "both": etcdctls
-        | {"ETCDCTL_ENDPOINTS": "https://192.0.2.1:1", "ETCDCTL_USER": "root:wrong"}
-        | {"FTCOORD_ENDPOINTS": endpoint, "FTCOORD_USER": "trainer", "FTCOORD_PASSWORD": "swordfish"},
-    }[style]
-    for variable, value in (variables | name).items():
+    for variable, value in variables.items():
         clean_environment.setenv(variable, value)
     with EtcdClient() as client:
         assert client.put("/job/key", b"").succeeded
         assert "swordfish" not in repr(client)
-        with pytest.raises(EtcdAuthError):
+        with pytest.raises(errors.EtcdAuthError):
             client.get("/other")
 
 
@@ -491,7 +455,7 @@ def test_metrics_are_told_to_clients_of_the_authority_only(authority: Authority,
     served = authority.issue("metrics", "IP:127.0.0.1")
     tls = serving_tls(served.cert, served.key, authority.cert)
     context = ssl.create_default_context(cafile=authority.cert)
-    with MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process) as server:
+    with MetricsServer(MetricsAddress(LOOPBACK, 0, tls), process.collect_process) as server:
         assert server.url.startswith("https://")
         with pytest.raises(OSError, match=r"(?i)certificate|reset|broken|closed|EOF"):
             urllib.request.urlopen(server.url, timeout=DEADLINE, context=context)
@@ -506,7 +470,7 @@ def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authori
     tls = serving_tls(served.cert, served.key, None) if secure else None
     context = ssl.create_default_context(cafile=authority.cert)
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(MetricsServer(MetricsAddress(LOOPBACK, 0, tls), collect_process))
+        server = stack.enter_context(MetricsServer(MetricsAddress(LOOPBACK, 0, tls), process.collect_process))
         port = urlsplit(server.url).port
         for _ in range(MOST_SCRAPERS + 20):
             stack.enter_context(socket.create_connection((LOOPBACK, port), DEADLINE))
@@ -522,7 +486,7 @@ def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authori
 
         for _ in range(2):
             eventually(is_served, "a scrape is served")
-        served_by = [one for one in threading.enumerate() if one.name == "ftcoord-scrape"]
+        served_by = [one for one in threading.enumerate() if "process_request" in one.name]
         assert 0 < len(served_by) <= MOST_SCRAPERS
         began = time.monotonic()
         server.close()
@@ -536,7 +500,7 @@ def test_silent_connections_delay_neither_scrapes_nor_the_end(authority: Authori
 def test_a_connection_to_the_metrics_lasts_only_so_long(monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
     monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT", 0.2)
     with (
-        MetricsServer(MetricsAddress(LOOPBACK, 0), collect_process) as server,
+        MetricsServer(MetricsAddress(LOOPBACK, 0), process.collect_process) as server,
         socket.create_connection((LOOPBACK, urlsplit(server.url).port), DEADLINE) as slow,
     ):
         slow.sendall(first)
@@ -548,7 +512,7 @@ def test_a_connection_to_the_metrics_lasts_only_so_long(monkeypatch: pytest.Monk
 )
 def test_metrics_are_told_to_who_calls_the_server_by_its_name(host: str, status: int) -> None:
     address = MetricsAddress(LOOPBACK, 0, host_names=("node7",))
-    with MetricsServer(address, collect_process) as server:
+    with MetricsServer(address, process.collect_process) as server:
         connection = HTTPConnection(LOOPBACK, urlsplit(server.url).port, timeout=DEADLINE)
         connection.request("GET", "/metrics", headers={"Host": host})
         assert connection.getresponse().status == status

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, freeze
 from victims import KILLED, LONG_TTL, PROGRAM, SHORT_TTL, Victim, a_process, runs
 
@@ -60,11 +59,8 @@ def test_signals_that_a_scheduler_sends_to_all_processes_are_not_meant_for_it(vi
     assert victim.await_end().endswith("was killed by signal 10 (SIGUSR1)")
 
 
-def test_it_is_in_no_session_of_the_process_and_knows_no_secret_by_its_command_line(victim: Victim) -> None:
+def test_it_is_in_no_session_of_the_process(victim: Victim) -> None:
     assert os.getsid(victim.sentinel) == victim.sentinel
-    line = Path(f"/proc/{victim.sentinel}/cmdline").read_bytes().split(b"\0")
-    assert line[1:4] == [b"-m", b"ftcoord.primitives.sentinel_main", b"%d" % victim.pid]
-    assert len(line) <= 6  # the number of a pidfd, and what is behind the last zero
 
 
 def test_forks_and_programs_of_the_process_leave_it_alone(victim: Victim) -> None:
@@ -125,13 +121,6 @@ def test_it_can_be_switched_off(etcd: EtcdServer, client: EtcdClient, prefix: st
         assert victim.sentinel == 0
         os.kill(victim.pid, signal.SIGKILL)
         assert victim.await_end() == ""
-
-
-def test_the_cause_arrives_though_the_leader_dies_with_the_process(cluster: EtcdCluster, prefix: str) -> None:
-    with EtcdClient(cluster.endpoints) as client, a_process(cluster.endpoints, client, prefix) as victim:
-        cluster.kill(cluster.leader())
-        os.kill(victim.pid, signal.SIGKILL)
-        assert "SIGKILL" in victim.await_end()
 
 
 def refused(_pid: int) -> int:

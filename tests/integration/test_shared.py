@@ -70,7 +70,7 @@ def test_who_has_closed_can_do_nothing_and_others_can(config: EtcdConfig, prefix
     assert isinstance(theirs.error(), ClientClosed)
 
 
-def test_who_has_closed_leaves_no_thread(config: EtcdConfig, prefix: str) -> None:
+def test_holders_share_one_thread(config: EtcdConfig, prefix: str) -> None:
     config = replace(config, request_timeout=7.75)  # a client that has no thread yet
     before = watching()
     holders = [SharedClient(config) for _ in range(20)]

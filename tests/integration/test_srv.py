@@ -61,11 +61,7 @@ def test_the_members_of_a_domain_are_found(
 
 def test_a_member_that_is_away_costs_nothing(names: NameServer, etcd: EtcdServer) -> None:
     nobody = own_port()
-    names.records[f"{PLAIN}.etcd.example"] = [
-        ("nowhere.invalid", 2379),
-        ("localhost", nobody),
-        place_of(etcd),
-    ]
+    names.records[f"{PLAIN}.etcd.example"] = [("nowhere.invalid", 2379), ("localhost", nobody), place_of(etcd)]
     with client_of("srv://etcd.example") as client:
         assert client.status(timeout=DEADLINE).version
 

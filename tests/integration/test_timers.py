@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import warm
-from etcd_cluster import EtcdCluster
 from helpers import eventually, python
 from rdzv_nodes import MakeNodes
 from timed import EtcdTimers, ServerProcess, Worker, workers
@@ -30,8 +29,7 @@ from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.orphans import MARK
 from ftcoord.proc import started
-from ftcoord.timer import VARIABLE, EtcdTimerClient
-from ftcoord.timer import etcd_timer as server_module
+from ftcoord.timer import VARIABLE, EtcdTimerClient, etcd_timer as server_module
 from ftcoord.timer.etcd_timer import Reap
 
 LONG = 300.0
@@ -110,26 +108,6 @@ def due(server: WatchedServer) -> set[int]:
 # -- who is reaped ----------------------------------------------------------------------------------------------------
 
 
-def test_a_thousand_timers_at_once(etcd: EtcdServer, prefix: str) -> None:
-    scopes = [f"scope {number}" for number in range(100)]
-    make = EtcdTimers(prefix, etcd.get_endpoint(), timeout=0)
-    with serving(prefix, etcd.get_endpoint()) as server, workers(make, 10) as crew:
-        for worker in crew:
-            worker.tell("acquire", LONG, *scopes)
-        for worker in crew:
-            worker.answer()
-        server.knows(1000)
-        assert len(ftcoord.timer.active(prefix, etcd.get_endpoint())) == 1000
-        crew[0].tell("acquire", 0.2, *scopes)
-        for worker in crew[1:]:
-            worker.tell("release", *scopes)
-        crew[0].killed()
-        for worker in crew[1:]:
-            worker.answer()
-        server.knows(0)
-        assert all(worker.runs() for worker in crew[1:])
-
-
 def test_a_worker_that_releases_in_the_last_50_ms_is_never_killed(
     etcd: EtcdServer, prefix: str, clock: HandClock
 ) -> None:
@@ -158,11 +136,7 @@ def test_a_worker_that_releases_in_the_last_50_ms_is_never_killed(
 
 def test_wall_clocks_that_are_set_apart(etcd: EtcdServer, prefix: str) -> None:
     make = EtcdTimers(prefix, etcd.get_endpoint())
-    with (
-        serving(prefix, etcd.get_endpoint()) as server,
-        Worker(make, 3600) as ahead,
-        Worker(make, -3600) as behind,
-    ):
+    with serving(prefix, etcd.get_endpoint()) as server, Worker(make, 3600) as ahead, Worker(make, -3600) as behind:
         for worker in (ahead, behind):
             worker.do("acquire", LONG, "a")
         server.knows(2)
@@ -253,20 +227,6 @@ def test_a_server_that_was_killed_is_replaced(etcd: EtcdServer, prefix: str) -> 
             third.killed()
 
 
-def test_two_servers_kill_no_more_than_one(etcd: EtcdServer, prefix: str) -> None:
-    endpoint = etcd.get_endpoint()
-    with (
-        serving(prefix, endpoint),
-        serving(prefix, endpoint),
-        workers(EtcdTimers(prefix, endpoint, ttl=60), 2) as (late, good),
-    ):
-        good.do("acquire", LONG, "scope")
-        late.do("acquire", 0.5, "scope")
-        late.killed()
-        eventually(lambda: len(ftcoord.timer.active(prefix, endpoint)) == 1, "the end of its timers")
-        assert good.runs()
-
-
 @pytest.mark.parametrize("left", [-1, 1e9], ids=["expired", "hardly ever expires"])
 def test_timers_of_torchs_local_client_are_refused_with_words(etcd: EtcdServer, prefix: str, left: float) -> None:
     """Their workers are plain integers. Of a batch that has one, nothing stays behind."""
@@ -308,20 +268,6 @@ def test_an_outage(
         assert freed.runs()
         assert busy.runs()
     assert how == "pause" or "no worker is reaped" in caplog.text
-
-
-def test_a_leader_that_dies(cluster: EtcdCluster) -> None:
-    make = EtcdTimers("job", cluster.endpoints)
-    with serving("job", cluster.endpoints), workers(make, 3) as (stuck, busy, freed):
-        freed.do("acquire", LONG, "scope")
-        stuck.do("acquire", 4.0, "scope")
-        busy.tell("work", LONG, 200)
-        cluster.kill(cluster.leader())
-        freed.do("release", "scope")
-        busy.answer()
-        stuck.killed()
-        assert freed.runs()
-        assert busy.runs()
 
 
 # -- workers ----------------------------------------------------------------------------------------------------------

@@ -98,24 +98,3 @@ def test_opentelemetry_hears_of_quorums_commits_and_errors_once_each(
     assert [one for one in found if one["logger"] == "torchft_errors"] == [
         {"logger": "torchft_errors", **same, "error": "process_group_abort"}
     ]
-
-
-def test_a_lost_peer_is_an_error_that_names_it() -> None:
-    """With the fields of torchft's own records, in a process of its own, since torchft is imported on ftcoord there."""
-    code = (
-        "import logging, ftcoord.torchft\n"
-        "from ftcoord.proactive import PeerLost, ProactiveProcessGroup, errors_log\n"
-        "told = []\n"
-        "errors_log.setLevel(logging.INFO)\n"
-        "errors_log.addFilter(lambda record: told.append(record))\n"
-        "group = ProactiveProcessGroup.__new__(ProactiveProcessGroup)\n"
-        "group._place = 'r1', 0\n"
-        "ProactiveProcessGroup._tell_of_error(group, 7, PeerLost(7, 'r2', 'host2 was killed'))\n"
-        "one = vars(told[0])\n"
-        "print(*(one[name] for name in ('job_id', 'replica_id', 'rank', 'quorum_id', 'error')), sep='\\n')\n"
-    )
-    env = {**os.environ, "JOB_ID": "j", "PYTHONPATH": str(Path(str(ftcoord.__file__)).parent.parent)}
-    done = warm.run("-c", code, env=env, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:4] == ["j", "r1", "0", "7"]
-    assert "replica r2 of quorum 7 is lost: host2 was killed" in done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import eventually
 from jobs import Job
-from test_torchrun import await_members, decided, keys
+from test_torchrun import decided, keys
 
 from ftcoord import cli
 from ftcoord.core import rendezvous_records
@@ -144,22 +144,6 @@ def test_a_node_with_another_nnodes_is_refused(etcd: EtcdServer, tmp_path: Path)
         assert "this node has --nnodes=3" in told
         assert job.rounds("started").keys() == {first}
         job.finish("ab")
-
-
-def test_a_line_for_each_round_is_shown_by_default(etcd: EtcdServer, tmp_path: Path) -> None:
-    """With time and level."""
-    with Job(tmp_path, etcd.get_endpoint(), "1:2", "idle.py") as job:
-        job.start("a")
-        job.round_of("a", kind="started")
-        job.start("b", conf={"lease_ttl": 2})
-        await_members(etcd, job, 2)
-        job.round_of("ab", kind="started")
-        job.finish("ab")
-        lines = [line for line in job.agents["a"].terminal().splitlines() if "this node is rank" in line]
-        assert len(lines) == 2
-        assert lines[0].startswith("I")
-        assert ", round 1: this node is rank 0 of 1, on " in lines[0]
-        assert "waits to join" in lines[1]
 
 
 def test_an_exception_of_a_worker_is_told_to_all_nodes_and_to_whoever_asks_later(

@@ -12,23 +12,12 @@ import pytest
 from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, Seen, eventually, own_port
 
-from ftcoord.config import EtcdConfig
+from ftcoord import config, errors
 from ftcoord.embedded.server import EtcdServer, find_etcd
-from ftcoord.errors import EtcdUnavailable, LeaseLost, OutcomeUnknown
-from ftcoord.etcd import watch as watch_module
 from ftcoord.etcd.api import Began, KeyValue, Put, Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.etcd.watch import Watcher
 from ftcoord.primitives.write_once import write_once
-
-FAST = {"STREAM_CHECK_INTERVAL": 0.1, "PROBE_AFTER": 0.5, "PROBE_TIMEOUT": 0.5}
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams that get suspicious ten times sooner."""
-    for name, seconds in FAST.items():
-        monkeypatch.setattr(watch_module, name, seconds)
 
 
 @pytest.fixture
@@ -48,7 +37,7 @@ class Writer:
     def __init__(self, endpoints: str, key: str) -> None:
         self.count = 0
         self._key = key
-        self._client = EtcdClient(EtcdConfig.load(endpoints, request_timeout=2, env={}))
+        self._client = EtcdClient(config.EtcdConfig.load(endpoints, request_timeout=2, env={}))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -83,7 +72,7 @@ class Writer:
         while True:
             try:
                 kv = write_once(self._client, Put(self._key, value), before).kv
-            except (EtcdUnavailable, OutcomeUnknown):
+            except (errors.EtcdUnavailable, errors.OutcomeUnknown):
                 continue
             assert kv is not None
             assert kv.value == value
@@ -166,7 +155,7 @@ def test_nothing_is_missed_while_the_server_is_killed(fragile: EtcdServer) -> No
         assert values(seen, len(written)) == written
 
 
-def test_nothing_is_missed_while_the_server_hangs(fragile: EtcdServer, fast: None) -> None:
+def test_nothing_is_missed_while_the_server_hangs(fragile: EtcdServer) -> None:
     seen = Seen()
     with fragile.get_client() as client, Writer(fragile.get_endpoint(), "/key") as writer:
         client.watch(Span("/key"), 1, seen)
@@ -199,8 +188,8 @@ def test_a_member_that_hangs_is_noticed_with_nothing_else_going_on(cluster: Etcd
     seen = Seen()
     healthy = f"{cluster.members[1].get_endpoint()},{cluster.members[2].get_endpoint()}"
     with (
-        EtcdClient(EtcdConfig.load(cluster.endpoints, env={})) as client,
-        EtcdClient(EtcdConfig.load(healthy, env={})) as other,
+        EtcdClient(config.EtcdConfig.load(cluster.endpoints, env={})) as client,
+        EtcdClient(config.EtcdConfig.load(healthy, env={})) as other,
     ):
         watch_from_now(client, Span("/key"), seen)
         other.put("/key", b"before")
@@ -220,27 +209,8 @@ def test_a_member_that_hangs_is_noticed_with_nothing_else_going_on(cluster: Etcd
 def attempt(write: Callable[[], Any]) -> Any:
     try:
         return write()
-    except (EtcdUnavailable, OutcomeUnknown):
+    except (errors.EtcdUnavailable, errors.OutcomeUnknown):
         return None
-
-
-def test_a_quiet_stream_is_asked_and_kept(
-    client: EtcdClient, prefix: str, fast: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where nothing was written since the watch began: newer servers do not answer progress requests then."""
-    monkeypatch.setattr(watch_module, "PROBE_TIMEOUT", DEADLINE)  # an etcd that is slow to answer is not what is meant
-    seen = Seen()
-    watch_from_now(client, Span(prefix), seen)
-    stream = eventually(lambda: client._watches._stream, what="a stream")
-    eventually(lambda: stream.heard, what="its first answer")
-    asked = []
-    original = stream.send
-    stream.send = lambda request: (asked.append(request), original(request))
-    eventually(lambda: len(asked) >= 6, what="three probes")
-    assert client._watches._stream is stream
-    assert not stream.ended
-    client.put(prefix, b"1")
-    seen.events(1)
 
 
 def test_watches_outlive_an_etcd_that_is_not_there_at_first(fragile: EtcdServer) -> None:
@@ -263,7 +233,7 @@ def behind_proxy(etcd: EtcdServer, tmp_path: Path) -> Iterator[EtcdClient]:
     command = [find_etcd(), "grpc-proxy", "start", f"--endpoints={etcd.get_endpoint()}", f"--listen-addr={endpoint}"]
     with (tmp_path / "proxy.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as proxy:
         try:
-            with EtcdClient(EtcdConfig.load(endpoint, request_timeout=DEADLINE, env={})) as client:
+            with EtcdClient(config.EtcdConfig.load(endpoint, request_timeout=DEADLINE, env={})) as client:
                 client.status()
                 yield client
         finally:
@@ -288,5 +258,5 @@ def test_leases_are_renewed_behind_etcds_proxy(behind_proxy: EtcdClient) -> None
     for _ in range(3):
         assert behind_proxy.renew(lease.id, timeout=10) == 60  # sooner than the proxy would by itself
     behind_proxy.revoke(lease.id)
-    with pytest.raises(LeaseLost):
+    with pytest.raises(errors.LeaseLost):
         behind_proxy.renew(lease.id)

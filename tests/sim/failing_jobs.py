@@ -34,9 +34,8 @@ from ftcoord.core.rendezvous_records import RoundHead, WorkerFailure, parse_deci
 from ftcoord.core.timers import TimerInfo
 from ftcoord.etcd.api import Event, Get, Put
 from ftcoord.etcd.client import Namespace
-from ftcoord.operator.orders import evict_members, find_members
-from ftcoord.rendezvous import handler as handlers
-from ftcoord.rendezvous import node as nodes
+from ftcoord.operator.orders import Order, planned
+from ftcoord.rendezvous import handler as handlers, node as nodes
 from ftcoord.rendezvous.settings import RendezvousSettings
 from ftcoord.rendezvous.workers import WorkerProcess, WorkerWatch, _agents_own, reason_of
 from ftcoord.timer import etcd_timer as timers
@@ -469,8 +468,8 @@ class Injector:
         return f"{node.name} {fate}"
 
     def _eviction(self, node: Node) -> str:
-        members = find_members(self._job.observer, KEY_PREFIX, "run", node.name)
-        evict_members(self._job.observer, "run", members, "evicted by ann@desk: it smells", "ann@desk")
+        order = Order("evict", "run", node.name, "ann@desk", "it smells")
+        planned(self._job.observer, KEY_PREFIX, order, 5.0)[1]()
         return f"{node.name} was evicted by ann@desk: it smells"
 
     def _preemption(self, node: Node) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import builders
@@ -11,15 +12,19 @@ from virtual import DELIVERED, LOST_ANSWER, LOST_REQUEST, REFUSED, Call, Fate, S
 from worlds import World, play
 
 from ftcoord import concurrency
-from ftcoord.coordination import asks
+from ftcoord.coordination import ask_desk, ask_line
 from ftcoord.coordination.address import Job
-from ftcoord.coordination.asks import AskDesk, AskLine
+from ftcoord.coordination.ask_desk import AskDesk
+from ftcoord.coordination.ask_line import AskLine
 from ftcoord.coordination.policy import parse_quorum
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.asks import BY_KEY_AFTER, Ask
+from ftcoord.core import quorum_records
+from ftcoord.core.asks import BY_KEY_AFTER, Ask, OpenAsk
 from ftcoord.core.layout import decided_key
 from ftcoord.core.office import OfficeRecord
-from ftcoord.etcd.api import Put
+from ftcoord.core.quorum_records import QuorumSeat
+from ftcoord.errors import RequestRefused
+from ftcoord.etcd.api import KeyValue, Put
 
 JOB = Job("etcd", "", "trio", min_replicas=2, join_timeout_ms=60_000, heartbeat_timeout_ms=30_000)
 KEY = "ab" * 16
@@ -33,15 +38,18 @@ class NoPort:
     def __init__(self, *_given: object, **_named: object) -> None:
         pass
 
+    def submit(self, call: Callable[[], None]) -> None:
+        concurrency.thread(call, "port").start()
+
     def close(self) -> None:
         pass
 
 
 @pytest.fixture(autouse=True)
 def no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asks, "listen_for", lambda _job: (object(), "127.0.0.1:1"))
-    monkeypatch.setattr(asks, "stop_listening", lambda _listener: None)
-    monkeypatch.setattr(asks, "Port", NoPort)
+    monkeypatch.setattr(ask_desk, "listen_for", lambda _job: (object(), "127.0.0.1:1"))
+    monkeypatch.setattr(ask_desk, "stop_listening", lambda _listener: None)
+    monkeypatch.setattr(ask_desk, "Port", NoPort)
 
 
 class Caller:
@@ -95,17 +103,66 @@ def test_a_deciders_own_replicas_ask_for_as_long_as_they_wait() -> None:
     in_virtual_time(scenario)
 
 
-@pytest.mark.parametrize("what", [{"step": -(2**63)}, {"world_size": 2**63}])
-def test_an_ask_that_nobody_could_read_goes_by_key_and_leaves_the_others(what: dict[str, int]) -> None:
+def test_what_a_term_before_has_answered_is_answered_in_the_next_one_at_once() -> None:
+    """The answer was lost with its connection, and nobody else decided meanwhile."""
+
     def scenario(world: Scheduler) -> None:
-        line, desk = both_ends()
-        assert not line.ask(Caller(), ask_of("m2", **what))
+        line, caller = AskLine(JOB, parse_quorum), Caller()
+        desk = AskDesk(JOB, line, parse_quorum)
+        value = quorum_records.encode_quorum(builders.quorum(1, [QuorumSeat("m1", 1, builders.request("m1"))]))
+        record = KeyValue(decided_key(JOB.prefix), value, 9, 9, 1, 7)
+        for key in ("cd" * 16, KEY):
+            desk.close()
+            address = desk.open(key)
+            desk.serve(lambda: None)
+            desk.decided(record)
+        line.office_is(OfficeRecord("m1", address, KEY), 10, anew=True)
+        assert line.ask(caller, ask_of("m1"))
         world.sleep(1)
-        assert desk.asks({"m1", "m2"}, 10).keys() == {"m1"}
+        assert caller.told == ["answered"]
         desk.close()
         line.close()
 
     in_virtual_time(scenario)
+
+
+def test_an_ask_that_comes_while_the_decider_reads_them_is_not_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scenario(world: World) -> None:
+        a, b = (Replica(world.etcd.client(), JOB, name, keeps_lease=True) for name in "ab")
+        until, read, reads = concurrency.now() + 100, AskDesk.asks, concurrency.event()
+
+        def slowly(*given: Any) -> Mapping[str, OpenAsk]:
+            found = read(*given)
+            if found and not reads.is_set():
+                reads.set()
+                world.sleep(0.1)
+            return found
+
+        b.beat(until)
+        monkeypatch.setattr(AskDesk, "asks", slowly)
+        first = concurrency.thread(a.ask, "a", builders.request("a"), until)
+        first.start()
+        reads.wait()
+        assert b.ask(builders.request("b"), concurrency.now() + 5).names == {"a", "b"}
+        first.join(100)
+        for one in (a, b):
+            one.leave(5)
+
+    play(scenario, 0)
+
+
+@pytest.mark.parametrize("what", [{"step": -(2**63)}, {"world_size": 2**63}, {"commit_failures": -(2**63)}])
+def test_a_request_that_nobody_could_read_is_refused_and_leaves_the_others(what: dict[str, int]) -> None:
+    """Through the port it would close the connection of all replicas of its process."""
+
+    def scenario(world: World) -> None:
+        replica = Replica(world.etcd.client(), replace(JOB, min_replicas=1), "a", keeps_lease=True)
+        with pytest.raises(RequestRefused, match="see its step"):
+            replica.ask(builders.request("a", **what), concurrency.now() + 5)
+        assert replica.ask(builders.request("a", step=1), concurrency.now() + 5).names == {"a"}
+        replica.leave(1)
+
+    play(scenario, 0)
 
 
 @pytest.mark.parametrize("address", ["host:65536", f"host:{10**30}", "host:", "nowhere"])
@@ -139,7 +196,7 @@ def test_a_decider_that_closes_each_connection_is_asked_by_key(monkeypatch: pyte
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(asks, "Line", Closing)
+    monkeypatch.setattr(ask_line, "Line", Closing)
 
     def scenario(world: Scheduler) -> None:
         line, caller = AskLine(JOB, parse_quorum), Caller()

@@ -16,7 +16,7 @@ from worlds import World, play, simulated
 from ftcoord import concurrency
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import Replica
-from ftcoord.core.layout import members_span
+from ftcoord.core.layout import decided_key, decider_key, members_span
 from ftcoord.core.quorum_records import QuorumRecord, parse_replica
 from ftcoord.etcd.api import Etcd, Get, Span, Watch, WatchItem
 
@@ -90,16 +90,25 @@ def test_a_replica_that_waits_logs_for_what_and_until_when(caplog: pytest.LogCap
             assert len(waits) == 2
             told = r"replica a waits for a quorum: .*need min_replicas 2 .* a asks; the call ends at "
             assert re.search(told, waits[1])
-        with (
-            replica_of(world.etcd.client(lambda call: REFUSED), PAIR, "b") as replica,
-            pytest.raises(TimeoutError),
-        ):
+        with replica_of(world.etcd.client(lambda call: REFUSED), PAIR, "b") as replica, pytest.raises(TimeoutError):
             ask(replica, 0, timeout=60)
         away = [one.getMessage() for one in caplog.records if "etcd does not answer" in one.getMessage()]
         assert len(away) == 2
         assert "the call ends at " in away[0]
 
     play(scenario, 0)
+
+
+@simulated
+def test_a_lone_replica_goes_on_when_somebody_deletes_its_office_or_ends_the_lease_of_its_quorums(world: World) -> None:
+    with replica_of(world.etcd.client(), ALONE, "a") as replica:
+        ask(replica, 0)
+        world.observer.delete(Span(decider_key(ALONE.prefix)))
+        assert ask(replica, 1, timeout=15).number == 2
+        record = world.observer.range(Get(Span(decided_key(ALONE.prefix)))).one
+        assert record is not None
+        world.etcd.expire(record.lease)
+        assert ask(replica, 2, timeout=15).number == 3
 
 
 class LateWatches(Door):

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import pytest
 from doors import Door
+from reports import seen
 from test_asks_in_memory import PAIR, ask, in_background, replica_of
 from test_participants_in_memory import LEASE_TTL, end
 from test_rounds_in_memory import DECIDED, PREFIX, Agent, agents, work_together
@@ -27,11 +28,11 @@ from ftcoord.core.verdict import Publish
 from ftcoord.errors import EtcdAuthError, EtcdError, RequestRefused
 from ftcoord.etcd.api import Compare, Etcd, Get, KeyValue, Op, Put, TxnResult
 from ftcoord.operator.history import explain
-from ftcoord.operator.orders import evict_members, find_members
+from ftcoord.operator.orders import Order, planned
 from ftcoord.operator.reading import read_job
-from ftcoord.operator.report import Explanation
+from ftcoord.operator.report import paragraph
 from ftcoord.operator.status import Rules, status_of
-from ftcoord.primitives.group.decided_record import KEPT_EVENTS, MOST_OPERATIONS, DecidedRecord, EventLog
+from ftcoord.primitives.group.record import KEPT_EVENTS, MOST_OPERATIONS, DecidedRecord, EventLog
 from ftcoord.rendezvous.run_record import RunRecord
 
 DECISIONS: Final = {"round", "started", "recalled", "closed"}
@@ -124,25 +125,6 @@ def test_on_a_bad_network_nothing_is_told_that_was_not_decided(world: World) -> 
     end(world, group)
 
 
-@simulated
-def test_why_a_round_ended_is_told_to_all_that_go_on(world: World) -> None:
-    """A peer is told of first, since its connection was reset; a host was lost."""
-    group = agents(world, 3, (1, 3))
-    first = work_together(world, group)[0].number
-    lost, peer, other = group
-    lost.crash()
-    world.sleep(LEASE_TTL - 1)
-    fail(peer, RESET)
-    world.sleep(0.5)
-    peer.worker_fails.set()
-    work_together(world, [peer, other], after=first)
-    for agent in (peer, other):
-        assert agent.node is not None
-        assert agent.node.round is not None
-        assert agent.node.round.before == "node0 is gone (its lease ended); 1 more node followed"
-    end(world, [peer, other])
-
-
 def give_up(agent: Agent, failure: WorkerFailure) -> str:
     """Its agent has used up its restarts: it closes the run, and leaves. What all others are told."""
     assert agent.node is not None
@@ -154,10 +136,11 @@ def give_up(agent: Agent, failure: WorkerFailure) -> str:
     return record.closed
 
 
-def why(world: World, job: str = "run") -> Explanation:
+def why(world: World, job: str = "run") -> Any:
     """As `ftcoord why` tells it."""
     keys = read_job(world.observer, KEY_PREFIX, job, with_history=True)
-    return explain(status_of(keys, Rules()), keys)
+    found = explain(status_of(keys, Rules()), keys)
+    return seen({**found, "text": paragraph(found)})
 
 
 @simulated
@@ -256,9 +239,10 @@ def test_what_is_done_by_hand_is_in_the_history_with_who_did_it(world: World) ->
     world.until(lambda: sum(bool(agent.rounds) for agent in group) == 2, "a round of two")
     spare = next(agent for agent in group if not agent.rounds)
     seated = [agent for agent in group if agent is not spare]
-    (member,) = find_members(world.observer, KEY_PREFIX, "run", spare.name)
+    order = Order("evict", "run", spare.name, "ann@desk", "it smells")
+    _, evict = planned(world.observer, KEY_PREFIX, order, 5.0)
     spare.crash()
-    evict_members(world.observer, "run", [member], "evicted by ann@desk: it smells", "ann@desk")
+    evict()
     end(world, seated)
     done = [(one.event.who, one.event.by, one.event.reason) for one in history(world) if one.event.kind == "ordered"]
     evicted = f"{spare.name} was evicted by ann@desk: it smells"
@@ -267,10 +251,7 @@ def test_what_is_done_by_hand_is_in_the_history_with_who_did_it(world: World) ->
 
 @simulated
 def test_a_quorum_of_the_same_replicas_writes_no_event(world: World) -> None:
-    with (
-        replica_of(world.etcd.client(), PAIR, "a") as one,
-        replica_of(world.etcd.client(), PAIR, "b") as other,
-    ):
+    with replica_of(world.etcd.client(), PAIR, "a") as one, replica_of(world.etcd.client(), PAIR, "b") as other:
         for step in range(3):
             join = in_background(lambda step=step: ask(one, step))
             ask(other, step)
@@ -284,21 +265,6 @@ def until_both(replica: Replica, size: int = 2) -> None:
     """The first that asks may be answered before the others have come."""
     while len(ask(replica, 0).seats) < size:
         pass
-
-
-@simulated
-def test_a_quorum_without_a_replica_that_died_says_of_what(world: World) -> None:
-    job = replace(PAIR, min_replicas=1)
-    client = world.etcd.client()
-    with replica_of(world.etcd.client(), job, "a") as one, replica_of(client, job, "b") as other:
-        join = in_background(lambda: until_both(other))
-        until_both(one)
-        join()
-        other.leave(5, "b was killed")
-        world.until(lambda: len(ask(one, 1).seats) == 1, "it goes on alone")
-        past = [(one.event.kind, one.event.node, one.event.reason) for one in history(world, job.prefix)]
-        assert ("died", "b", "b: b was killed") in past
-        assert past[-1] == ("quorum", "", "1 replica; without b")
 
 
 def test_commits_that_fail_without_end_push_no_death_out_of_the_history(caplog: pytest.LogCaptureFixture) -> None:
@@ -315,6 +281,8 @@ def test_commits_that_fail_without_end_push_no_death_out_of_the_history(caplog: 
             other.leave(5, "b was killed")
             world.until(lambda: len(ask(one, 1).seats) == 1, "it goes on alone")
             died = history(world, job.prefix)
+            known = [(past.event.kind, past.event.node, past.event.reason) for past in died]
+            assert known[1:] == [("died", "b", "b: b was killed"), ("quorum", "", "1 replica; without b")]
             for failures in range(1, 21):
                 ask(one, 1, failures=failures)
             assert history(world, job.prefix) == died
@@ -344,8 +312,8 @@ def test_each_death_of_a_replica_is_told_though_the_quorum_keeps_its_id(world: W
             if life < 2:
                 client.cut_off()
                 death = encode(Death(f"killed in life {life}", 0))
-                world.observer.put(death_key(PAIR.prefix, member_id(other.lease)), death)
-                world.etcd.expire(other.lease)
+                world.observer.put(death_key(PAIR.prefix, member_id(other._participant.lease)), death)
+                world.etcd.expire(other._participant.lease)
         told = [past.event for past in history(world, PAIR.prefix)]
         assert [(one.kind, one.number) for one in told] == [("quorum", 1), ("died", 1), ("died", 1)]
         assert [one.reason for one in told[1:]] == ["b: killed in life 0", "b: killed in life 1"]
@@ -460,7 +428,7 @@ def decided_by(client: MemoryClient, decision: Publish[bytes]) -> list[list[Op]]
             sent.append([*success])
             return super().txn(compares, success, *more, **rest)
 
-    record = DecidedRecord(Counting(client), "/g", 60, lambda mirror, posted: None, lambda kv: None, writer="me")
+    record = DecidedRecord(Counting(client), "/g", 60, post=lambda apply: None, listener=lambda kv: None, writer="me")
     record.mirror.begin(10)
     record.mirror.adopt(client.range(Get(Span("/g/decided"))))
     record.tell()

@@ -15,7 +15,7 @@ from ftcoord.coordination.kills import ORDER_TTL, order_kill, watch_kills
 from ftcoord.core.layout import kill_key, member_id, member_of
 from ftcoord.errors import NotInQuorum
 from ftcoord.etcd.api import KeyValue
-from ftcoord.operator.orders import NothingThere, kill_replica
+from ftcoord.operator.orders import NothingThere, Order, planned
 
 WAIT = 3.0
 """Seconds that an order is waited for."""
@@ -68,7 +68,7 @@ def test_an_order_that_nobody_obeys_stands_for_a_minute(world: World) -> None:
     client = world.etcd.client()
     join(client, "a")
     with pytest.raises(NothingThere, match="'a' was not killed in time: it is still a member, and may end yet"):
-        kill_replica(client, "/f", "job", "a", "why", WAIT, "me")
+        planned(client, "/f", Order("kill", "job", "a", "me", "", wait=WAIT), 5.0)[1]()
     assert world.keys(f"{PREFIX}/kill/")
     world.sleep(ORDER_TTL + 1)
     assert not world.keys(f"{PREFIX}/kill/")

@@ -15,7 +15,7 @@ from ftcoord.coordination.manager import REJOIN_PAUSE, ManagedGroup
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import members_span
 from ftcoord.core.quorum_records import parse_replica
-from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT
+from ftcoord.primitives.group.participant import TAKE_BACK_TIMEOUT
 
 UNBEATEN = parse_address("etcd://memory:1/job?min_replicas=2")
 """A job whose replicas live as long as their leases do."""

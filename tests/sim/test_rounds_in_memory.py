@@ -32,9 +32,16 @@ from ftcoord.core.layout import (
     seats_span,
 )
 from ftcoord.core.office import parse_office
-from ftcoord.core.rendezvous_records import Round, RoundHead, Seat, chunks_for, encode_seats, parse_decided
-from ftcoord.core.rendezvous_records import encode as encode_head
-from ftcoord.core.round_situation import RETURN_FACTOR
+from ftcoord.core.rendezvous import RETURN_FACTOR
+from ftcoord.core.rendezvous_records import (
+    Round,
+    RoundHead,
+    Seat,
+    chunks_for,
+    encode as encode_head,
+    encode_seats,
+    parse_decided,
+)
 from ftcoord.etcd.api import Delete, Get, Put
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.run_record import RunRecord
@@ -62,14 +69,7 @@ class Started(NamedTuple):
 class Agent(Machine):
     """A node that takes part in every round that it is called back to."""
 
-    def __init__(
-        self,
-        world: World,
-        name: str,
-        client: MemoryClient,
-        nnodes: tuple[int, int],
-        **settings: Any,
-    ) -> None:
+    def __init__(self, world: World, name: str, client: MemoryClient, nnodes: tuple[int, int], **settings: Any) -> None:
         super().__init__(world, name, client)
         self.rounds: list[Started] = []
         self.ended: RendezvousError | None = None
@@ -244,6 +244,26 @@ def test_a_host_that_is_lost_long_after_all_came_back_is_noticed_when_its_lease_
     end_at_once(world, others, before, "is gone (its lease ended)")
     end(world, others)
     check_rounds(group)
+
+
+@simulated
+def test_a_node_that_leaves_while_it_takes_another_lease_leaves_nothing(world: World) -> None:
+    slow, taken = list[float](), list[Call]()
+
+    def fate(call: Call) -> Fate:
+        if slow and call.method == "grant":
+            taken.append(call)
+            return Fate(arrives=slow[0])
+        return DELIVERED
+
+    agent = Agent(world, "node", world.etcd.client(fate), (1, 1))
+    work_together(world, [agent])
+    slow.append(random.uniform(0.1, 1.0))
+    world.etcd.expire(agent.lease())
+    world.until(lambda: bool(taken), "it takes another lease")
+    end(world, [agent])
+    world.sleep(2)
+    assert not world.observer.range(Get(members_span(PREFIX))).kvs
 
 
 # -- seats in chunks --------------------------------------------------------------------------------------------------

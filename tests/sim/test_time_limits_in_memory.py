@@ -17,11 +17,11 @@ from ftcoord.core.rendezvous_records import RoundHead
 from ftcoord.errors import EtcdUnavailable, OutcomeUnknown
 from ftcoord.etcd.api import Put
 from ftcoord.etcd.retry import SHORTEST_TIMEOUT, TimeLimit
-from ftcoord.primitives.group.membership import TAKE_BACK_TIMEOUT
+from ftcoord.primitives.group.participant import TAKE_BACK_TIMEOUT
 from ftcoord.primitives.write_once import WRITE_ATTEMPT_TIMEOUT, ExactlyOnceWriter
 from ftcoord.rendezvous.node import Node
 from ftcoord.rendezvous.pace import LAST_READ_TIMEOUT
-from ftcoord.rendezvous.record_change import RecordChange, change_record
+from ftcoord.rendezvous.run_record import RecordChange, change_record
 
 TIMEOUT = 0.5
 """Seconds that callers allow: a fraction of what one request may take."""
@@ -99,7 +99,7 @@ def test_a_run_is_closed_in_time_or_not_at_all(world: World) -> None:
     """Its record is read, a lease is granted, and the record is written: each in time by itself, but not together."""
 
     def ends(now: RoundHead) -> RecordChange:
-        return RecordChange(now, ())
+        return now, (), ()
 
     client = world.etcd.client(lambda _call: Fate(answers=0.8 * TIMEOUT))
     seconds = seconds_of(lambda: change_record(client, "/run", 60, ends, by="me", within=TimeLimit.of(TIMEOUT)))

@@ -60,6 +60,8 @@ class World:
         self.members = {name: Member() for name in "abc"[:members]}
         self.keys = dict.fromkeys(self.members, 0)
         """The serial that each member's key asks; 0 for none."""
+        self.writes = dict.fromkeys(self.members, 0)
+        """How often each member's key was written; an `Ask` has it as `heard`, instead of a revision."""
         self.alive = [frozenset[str](), frozenset(self.members)]
         """The members at each revision of etcd."""
         for name, member in self.members.items():
@@ -81,6 +83,7 @@ class World:
                 for m in self.members.values()
             ),
             tuple(self.keys.items()),
+            tuple(self.writes.items()),
             (self.breaks, self.terms, self.give_ups, self.leases, len(self.deciders), tuple(self.alive)),
             tuple(sorted(self.answered.items())),
             frozenset(self.withdrawn),
@@ -89,10 +92,7 @@ class World:
                     one.seen,
                     repr({via: frames for via, frames in one.arriving.items() if frames}),
                     repr(
-                        [
-                            (h.ask.member, h.ask.serial, h.via, h.is_open, h.is_withdrawn)
-                            for h in one.book._held.values()
-                        ]
+                        [(h.ask.member, h.ask.serial, h.ask.heard, h.via, h.is_open) for h in one.book._held.values()]
                     ),
                 )
                 for one in self.deciders
@@ -105,7 +105,8 @@ class World:
         new.members = {name: copy.copy(one) for name, one in self.members.items()}
         for one in new.members.values():
             one.asker, one.received = _copied(one.asker), list(one.received)
-        new.keys, new.seated, new.withdrawn = dict(self.keys), set(self.seated), set(self.withdrawn)
+        new.keys, new.writes = dict(self.keys), dict(self.writes)
+        new.seated, new.withdrawn = set(self.seated), set(self.withdrawn)
         new.deciders = [one.copy() for one in self.deciders]
         return new
 
@@ -162,17 +163,21 @@ class World:
         """As `Participant._put`: one way at a time."""
         member = self.members[name]
         if member.asker.is_by_key:
-            member.may_ask, self.keys[member.ids[-1]] = True, member.serial
+            self._write(member, member.serial)
             return
         if member.may_ask:
-            self.keys[member.ids[-1]], member.may_ask = 0, False
+            self._write(member, 0)
         ask = self._ask_of(name)
         if member.asker.begin(name, ask, 0.0):
             self._send(name, ask)
 
+    def _write(self, member: Member, serial: int) -> None:
+        self.keys[member.ids[-1]], member.may_ask = serial, serial > 0
+        self.writes[member.ids[-1]] += 1
+
     def _ask_of(self, name: str) -> Ask:
         member = self.members[name]
-        return Ask(member.ids[-1], member.since, member.serial, 0, 0, REQUEST)
+        return Ask(member.ids[-1], member.since, member.serial, self.writes[member.ids[-1]], 0, REQUEST)
 
     def lose_lease(self, name: str) -> None:
         """It joins again at once, and asks the same."""
@@ -180,7 +185,7 @@ class World:
         member = self.members[name]
         gone, new = member.ids[-1], f"{name}{len(member.ids)}"
         self.keys.pop(gone)
-        self.keys[new], member.may_ask = 0, False
+        self.keys[new], self.writes[new], member.may_ask = 0, 0, False
         left = self.alive[-1] - {gone}
         self.alive = [*self.alive, left, left | {new}]
         member.ids, member.since = (*member.ids, new), len(self.alive) - 1
@@ -203,7 +208,7 @@ class World:
         member = self.members[name]
         member.waits = False
         if member.may_ask:
-            self.keys[member.ids[-1]], member.may_ask = 0, False
+            self._write(member, 0)
             self.withdrawn.add((member.ids[-1], member.serial))
         if (ask := member.asker.end(name)) is not None:
             self._send(name, Withdrawal(ask.member, ask.serial))
@@ -292,6 +297,8 @@ class World:
             one: serial for one, serial in self.keys.items() if one in alive and serial > self.answered.get(one, 0)
         }
         for name, one in decider.book.counting(alive).items():
+            if one.ask.heard < self.writes[name]:  # by its key it has asked, or withdrawn, since then
+                continue
             found[name] = max(one.ask.serial, found.get(name, 0))
         return found if len({name[0] for name in found}) >= 2 else {}
 

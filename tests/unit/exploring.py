@@ -88,10 +88,7 @@ def no_collector() -> Iterator[None]:
 
 
 def _explore_from(
-    starts: Sequence[tuple[S, int]],
-    events: Events[S],
-    check: Callable[[S], None],
-    shape: Callable[[S], Hashable],
+    starts: Sequence[tuple[S, int]], events: Events[S], check: Callable[[S], None], shape: Callable[[S], Hashable]
 ) -> int:
     parents: dict[S, tuple[str, S] | None] = {}
     shapes, layer = set[Hashable](), list[S]()

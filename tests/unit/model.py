@@ -19,8 +19,8 @@ from exploring import replace
 from invariants import InvariantBroken, check_round, require
 
 from ftcoord.core import rendezvous
+from ftcoord.core.rendezvous import RETURN_FACTOR, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import NO_ROUND, Away, JoinRequest, Round
-from ftcoord.core.round_situation import RETURN_FACTOR, RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Verdict
 
 NOW: Final = 0.0

@@ -7,7 +7,6 @@ from typing import Any
 
 import builders
 import pytest
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from virtual import Scheduler
 
 from ftcoord.config import EtcdConfig
@@ -16,7 +15,6 @@ from ftcoord.errors import ConfigError
 from ftcoord.etcd import addresses
 from ftcoord.rendezvous import bootstrap
 from ftcoord.rendezvous.bootstrap import address_trouble, check_local_addr, own_address
-from ftcoord.rendezvous.handler import check_for_torch
 
 
 @pytest.fixture
@@ -83,18 +81,6 @@ def test_a_name_that_does_not_resolve_here_is_refused(monkeypatch: pytest.Monkey
 
     Scheduler(1).run(play)
     assert asked[:5] == ["pod-1"] * 4 + ["pod_2"]
-
-
-def test_a_host_whose_name_torch_cannot_look_up_is_refused_before_it_joins(
-    network: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python's own look-up raises what nobody expects. Without torch's agent such a host has an address, as others."""
-    network({}, {}, "10.0.0.7")
-    monkeypatch.setattr(bootstrap.socket, "gethostname", lambda: "x" * 64)
-    monkeypatch.setattr(bootstrap.socket, "getfqdn", lambda: ("x" * 64).encode("idna"))
-    with pytest.raises(ConfigError, match=r"^host name='x{64}' .*parts must have 1 to 63"):
-        check_for_torch(RendezvousParameters("etcd-v3", "h1", "job", 1, 1))
-    assert own_address(None, EtcdConfig.load("localhost", env={})) == "10.0.0.7"
 
 
 def test_a_node_that_is_always_alone_needs_no_interface(network: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import getpass
 import io
 import json
@@ -11,19 +10,18 @@ import re
 import subprocess
 import sys
 import typing
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
+from reports import made
 
 from ftcoord import cli
 from ftcoord.commands.shared import ETCD_FLAGS, WIDEST, Terminal, to_json, to_line, to_yaml, who
 from ftcoord.config import EtcdConfig
+from ftcoord.core.rendezvous_records import WorkerFailure
 from ftcoord.escaping import neutral
 from ftcoord.operator import report
 from ftcoord.operator.report import FORMAT, Done, Examination, Finding, JobLine, JobList
@@ -48,7 +46,7 @@ def test_what_moves_a_cursor_is_shown_as_an_escape() -> None:
 
 
 def lines_of(jobs: list[str]) -> JobList:
-    return JobList(FORMAT, "/f", tuple(JobLine(job, "other", None, 1, None, None, 0, "") for job in jobs))
+    return made(JobList, FORMAT, "/f", [made(JobLine, job, "other", None, 1, None, None, 0, "") for job in jobs])
 
 
 @given(st.lists(st.text()))
@@ -69,12 +67,12 @@ def test_yaml_is_read_as_json_is(jobs: list[str]) -> None:
 
 @pytest.mark.parametrize("value", [(), ("a",), ("yes", "1", "null", "- x", "a: b", "#")])
 def test_yaml_takes_no_text_for_something_else(value: tuple[str, ...]) -> None:
-    assert yaml.safe_load(to_yaml(Done(FORMAT, "no", value)))["did"] == list(value)
+    assert yaml.safe_load(to_yaml(made(Done, FORMAT, "no", value, ())))["did"] == list(value)
 
 
 def test_a_table_is_as_wide_as_it_must_be() -> None:
     found = (("\u65e5\u672c", 5), ("a\x1b", None), ("x" * 99, 12))
-    rows = [SimpleNamespace(name=name, n=n) for name, n in found]
+    rows = [{"name": name, "n": n} for name, n in found]
     table = list(Terminal(out=io.StringIO()).table("NAME=name N=n", rows))
     assert table[0] == f"NAME{' ' * (WIDEST - 4)}   N"
     assert table[1] == f"\u65e5\u672c{' ' * (WIDEST - 4)}   5"
@@ -107,7 +105,9 @@ def test_colours_are_for_terminals(
 
 def test_json_has_no_colours() -> None:
     screen = Tty()
-    Terminal("json", "always", screen).show(Examination(FORMAT, True, (Finding("ok", "a", "b"),)), ["not this"])
+    Terminal("json", "always", screen).show(
+        made(Examination, FORMAT, True, [made(Finding, "ok", "a", "b", "")]), ["not this"]
+    )
     assert json.loads(screen.getvalue()) == {
         "format": 1,
         "healthy": True,
@@ -118,14 +118,14 @@ def test_json_has_no_colours() -> None:
 # -- what is promised -----------------------------------------------------------------------------------------------
 
 
-def documents() -> Iterator[type]:
-    return (one for one in vars(report).values() if dataclasses.is_dataclass(one) and isinstance(one, type))
+def documents() -> list[type]:
+    return [WorkerFailure, *(one for one in vars(report).values() if typing.is_typeddict(one))]
 
 
 def form_of(kind: Any) -> Any:
     """A type as docs/cli.md spells it."""
     inner = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
+    if typing.get_origin(kind) is list:
         return f"list of {form_of(inner[0])}"
     if type(None) in inner:
         return f"{form_of(inner[0])} or null"
@@ -134,13 +134,13 @@ def form_of(kind: Any) -> Any:
     return {str: "text", int: "number", float: "number", bool: "true or false"}.get(kind, getattr(kind, "__name__", ""))
 
 
-@pytest.mark.parametrize("document", list(documents()), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("document", documents(), ids=lambda one: one.__name__)
 def test_each_field_is_described_with_its_form(document: type) -> None:
     """So that nobody changes the JSON without changing what is promised of it."""
     section = PAGE.read_text(encoding="utf-8").partition(f"### {document.__name__}\n")[2].partition("\n#")[0]
     rows = [(name, form or "text") for name, form in re.findall(r"^- `(\w+)`(?: \(([^)]+)\))?", section, re.MULTILINE)]
     hints = typing.get_type_hints(document)
-    assert rows == [(field.name, form_of(hints[field.name])) for field in dataclasses.fields(document)]
+    assert rows == [(name, form_of(hints[name])) for name in document.__annotations__]
 
 
 def parsers() -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_bash_completes_a_command() -> None:
     ).stdout
     tried = "COMP_WORDS=(ftcoord st); COMP_CWORD=1; _shtab_ftcoord; echo ${COMPREPLY[@]}"
     found = subprocess.run(["bash", "-c", f"{script}\n{tried}"], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["status"]
+    assert found.stdout.split() == ["status", "stop"]
 
 
 @pytest.mark.parametrize("error", [KeyError("uid not found"), OSError("No username set")], ids=repr)

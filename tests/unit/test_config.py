@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from helpers import pem
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls, parse_host
+from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
 from ftcoord.errors import ConfigError
 from ftcoord.escaping import HIDDEN
 
@@ -157,14 +156,6 @@ ELSEWHERE = ("10.0.0.1", "0.0.0.0", "::2", "localhost.example")
 @pytest.mark.parametrize("host", LOOPBACK + ELSEWHERE)
 def test_is_loopback(host: str) -> None:
     assert Endpoint(host, 2379).is_loopback is (host in LOOPBACK)
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("Node-1.Example", "node-1.example"), ("::0001", "::1"), ("10.0.0.1", "10.0.0.1"), ("a:1", None), ("", None)],
-)
-def test_parse_host(host: str, expected: str | None) -> None:
-    assert parse_host(host) == expected
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,10 @@ PLACE, OTHER = Place("h:1", "00"), Place("h:2", "11")
         (2, {"breaks": 1}, ALL),
         (2, {"terms": 1}, ALL),
         (2, {"breaks": 2}, 10),
+        (2, {"breaks": 1, "give_ups": 1}, ALL),
         (2, {"give_ups": 1, "asks": 2}, 11),
         (2, {"breaks": 1, "terms": 1}, 9),
-        (2, {"breaks": 1, "give_ups": 1, "asks": 2}, 10),
+        (2, {"breaks": 1, "give_ups": 1, "asks": 2}, 11),
         (2, {"leases": 1, "breaks": 1}, 9),
         (2, {"leases": 1, "terms": 1}, 9),
         (3, {"breaks": 1}, 8),
@@ -65,10 +66,8 @@ def answered_asks_are_not_looked_up(book: AskBook, ask: Ask, via: Via, now: floa
         book._answered = answered
 
 
-def a_copy_of_what_was_withdrawn_counts(book: AskBook, ask: Ask, via: Via, now: float, seen_at: int) -> bool:
-    if (held := book._held.get(ask.member)) is not None:
-        held.is_withdrawn = False
-    return TAKE(book, ask, via, now, seen_at)
+def a_withdrawal_is_dropped(book: AskBook, one: Withdrawal) -> None:
+    pass
 
 
 def an_end_withdraws_all_of_its_process(book: AskBook, via: Via) -> None:
@@ -88,7 +87,7 @@ TAKE, PROVED = AskBook.take, Asker.proved
     [
         ("take", an_older_connection_wins, {"breaks": 1}, "wait for ever"),
         ("take", answered_asks_are_not_looked_up, {"terms": 1}, "two decisions answer"),
-        ("take", a_copy_of_what_was_withdrawn_counts, {"breaks": 1, "give_ups": 1}, "was withdrawn"),
+        ("withdraw", a_withdrawal_is_dropped, {"give_ups": 1}, "was withdrawn"),
         ("end", an_end_withdraws_all_of_its_process, {"breaks": 1}, "wait for ever"),
     ],
 )
@@ -204,7 +203,7 @@ def test_an_ask_that_is_ahead_of_the_decider_is_kept_and_one_of_a_member_that_is
     assert book.catches_up(5) < 0
     assert [one.ask for one in book.counting(["m"]).values()] == [ask()]
     assert [one.ask for one in book.lose([], 5)] == [ask()]
-    assert book.waiting() == set()
+    assert book.waiting() == []
 
 
 def test_an_ask_that_comes_again_is_as_old_as_it_was_and_not_hidden_any_more() -> None:

@@ -9,9 +9,18 @@ import builders
 import pytest
 from invariants import InvariantBroken, check_round
 
-from ftcoord.core.rendezvous import DRAINED_KEPT, call_back, decide, drain, outlook, why_not_drained
+from ftcoord.core.rendezvous import (
+    DRAINED_KEPT,
+    RoundCandidate,
+    RoundOptions,
+    RoundSituation,
+    call_back,
+    decide,
+    drain,
+    outlook,
+    why_not_drained,
+)
 from ftcoord.core.rendezvous_records import NO_ROUND, JoinRequest, Round, RoundHead, Seat, encode, parse_decided
-from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Next, Publish, Standing, Wait
 
 WHY = "hostB was drained by ann"
@@ -21,13 +30,7 @@ NOW = 100.0
 
 def ask(node: str, after: int = 0, seated: int = 0) -> JoinRequest:
     return builders.ask(
-        node,
-        address=f"{node}.example",
-        port=1000,
-        after=after,
-        nonce=f"{node}/{after}",
-        seated=seated,
-        limits=(2, 3),
+        node, address=f"{node}.example", port=1000, after=after, nonce=f"{node}/{after}", seated=seated, limits=(2, 3)
     )
 
 

@@ -14,8 +14,8 @@ from invariants import InvariantBroken
 from model import START, Decide, World, quick
 
 from ftcoord.core import rendezvous
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.rendezvous_records import JoinRequest
-from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.verdict import Publish, Verdict, Wait
 
 ALL = 1000

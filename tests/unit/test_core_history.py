@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import builders
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ftcoord.core.death_records import KnownCause
 from ftcoord.core.history import (
@@ -259,16 +258,6 @@ def test_a_quorum_tells_who_came_and_how_others_ended() -> None:
     ]
     assert (ends[0].reason, ends[0].noted, ends[1].reason) == ("b: b was killed", 7, "c left (it was closed)")
     assert last.reason == "2 replicas; new: e; without b, c, d"
-
-
-def test_a_quorum_of_the_same_replicas_tells_only_who_died_in_between() -> None:
-    """Also of another id, as after commits that failed: without an end to these, they would push out all others."""
-    before = seated(3, "a1", "b1", "c1")
-    assert quorum_events(before, seated(4, "a1", "b1", "c1"), {}, {}) == []
-    back = quorum_events(
-        before, seated(3, "a1", "b2", "c2"), {"b1": KnownCause("b was killed", 7)}, {"c1": "it was closed"}
-    )
-    assert [(one.kind, one.member) for one in back] == [("died", "b1")], "c may only have lost a lease"
 
 
 def test_a_round_tells_each_of_its_states_once() -> None:

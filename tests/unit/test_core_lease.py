@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from ftcoord.core.lease import FRESH_FOR, RENEW_AFTER, RETRY_BETWEEN, TRUST_FOR, LeaseTimes, SessionState
+from ftcoord.core.lease import RENEW_AFTER, RETRY_BETWEEN, TRUST_FOR, LeaseTimes, SessionState
 
 SHORTEST, LONGEST = RETRY_BETWEEN
 SMALLEST_TTL = 2
@@ -44,18 +43,6 @@ def test_it_is_trusted_until_then_and_no_longer(times: LeaseTimes, later: float)
     assert not connected or later < times.ttl
 
 
-@given(leases)
-def test_only_etcd_can_say_that_it_is_lost(times: LeaseTimes) -> None:
-    assert times.state(times.sent_at + 100 * times.ttl) is SessionState.SUSPENDED
-
-
-@given(leases, delays, delays)
-def test_a_late_answer_buys_no_time(times: LeaseTimes, granted_after: float, later: float) -> None:
-    """etcd granted it at some time after it was sent, and keeps it for a TTL from then: nobody trusts it for longer."""
-    now, granted_at = times.sent_at + later, times.sent_at + granted_after
-    assert times.state(now) is SessionState.SUSPENDED or now < granted_at + times.ttl
-
-
 @given(leases, delays)
 def test_retries_keep_their_distance_in_an_outage_of_any_length(times: LeaseTimes, outage: float) -> None:
     tried_at = times.sent_at + outage
@@ -69,18 +56,6 @@ def test_a_retry_comes_before_trust_ends_while_there_is_time(times: LeaseTimes, 
         assert times.renew_at(tried_at) < times.trusted_until
 
 
-@given(leases)
-def test_trust_left_is_halved_by_each_retry(times: LeaseTimes) -> None:
-    tried_at = times.trusted_until - 1.5
-    assert times.renew_at(tried_at) == pytest.approx(times.trusted_until - 0.75)
-
-
-@given(leases, delays)
-def test_a_renewal_is_awaited_for_some_time_whatever_happened(times: LeaseTimes, later: float) -> None:
-    timeout = times.renewal_timeout(times.sent_at + later)
-    assert SHORTEST < timeout <= times.ttl * TRUST_FOR + ROUNDING
-
-
 @given(leases, delays)
 def test_a_renewal_is_given_up_with_the_trust_while_there_is_some(times: LeaseTimes, later: float) -> None:
     now = times.sent_at + later
@@ -88,10 +63,3 @@ def test_a_renewal_is_given_up_with_the_trust_while_there_is_some(times: LeaseTi
         assert now + times.renewal_timeout(now) == pytest.approx(times.trusted_until)
     else:
         assert times.renewal_timeout(now) == times.ttl * RENEW_AFTER
-
-
-@given(leases, delays)
-def test_a_lease_that_is_wanted_again_is_renewed_at_once_unless_it_is_fresh(times: LeaseTimes, later: float) -> None:
-    now = times.sent_at + later
-    fresh = later < times.ttl * FRESH_FOR
-    assert times.resume_at(now) == pytest.approx(times.renew_at() if fresh else now)

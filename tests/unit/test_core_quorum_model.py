@@ -1,17 +1,16 @@
-"""Random histories of a quorum: against torchft's rules written down a second time, and for S2 with records lost."""
+"""Random histories of a quorum, against torchft's rules written down a second time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from invariants import check_quorum
 
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, decide
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
-from ftcoord.core.verdict import Publish, Wait
+from ftcoord.core.verdict import Publish
 
 NAMES = "abcde"
 BEAT_TIMEOUT, JOIN_TIMEOUT = 5, 8
@@ -132,71 +131,3 @@ def test_torchfts_rules(min_replicas: int, history: list[Event]) -> None:
         assert theirs.decide(now) in reason
         assert (list(ours.last.requests) if ours.last else None) == theirs.last
         assert (ours.last.id if ours.last else 0) == theirs.id
-
-
-# -- S2: ids and numbers only grow, and an id is of one membership --------------------------------------------------
-
-
-@dataclass
-class History:
-    """A run whose members come, learn and die, and whose record is lost or restored from a backup."""
-
-    options: QuorumOptions
-    members: dict[str, QuorumCandidate] = field(default_factory=dict)
-    records: list[QuorumRecord] = field(default_factory=list)
-    last: QuorumRecord | None = None
-    leases: int = 0
-    asked: int = 0
-    ids: dict[int, list[str]] = field(default_factory=dict)
-
-    def act(self, what: str, name: str, number: int) -> None:
-        known = self.members.get(name)
-        if what == "ask":
-            self.asked += 1
-            member, after = (known.member, known.after) if known else (self._lease(), 0)
-            self.members[name] = QuorumCandidate(
-                member, request(name, number == 0, number // 6), self.asked, after, 0.0
-            )
-        elif what == "learn" and known and self.last and known.member in self.last.seated:
-            after = max(known.after, self.last.id)
-            self.members[name] = QuorumCandidate(known.member, known.request, known.asked, after, known.joined)
-        elif what == "die":
-            self.members.pop(name, None)
-        elif what == "lose" and self._somebody_knows():
-            self.last = self.records[number] if number < len(self.records) - 1 else None
-
-    def _lease(self) -> str:
-        self.leases += 1
-        return f"lease-{self.leases}"
-
-    def _somebody_knows(self) -> bool:
-        return max((one.after for one in self.members.values()), default=0) >= max(self.ids, default=1)
-
-    def decide(self) -> None:
-        situation = QuorumSituation([*self.members.values()], self.last)
-        verdict = decide(situation, self.options, 1.0)
-        if isinstance(verdict, Wait):
-            return
-        check_quorum(situation, self.options, verdict.record)
-        new, old = verdict.record, self.last
-        names = [one.replica_id for one in new.requests]
-        assert new.id >= max(self.ids, default=1)
-        assert self.ids.setdefault(new.id, names) == names
-        assert new.number == (old.number if old else 0) + 1
-        self.last = new
-        self.records.append(new)
-
-
-acts = st.tuples(
-    st.sampled_from(["ask", "ask", "ask", "ask", "learn", "learn", "die", "lose"]),
-    st.sampled_from(NAMES),
-    st.integers(0, 6),
-)
-
-
-@given(st.integers(1, 3), st.sampled_from([0.0, 9.0]), st.lists(acts, max_size=80))
-def test_ids_are_never_used_again(min_replicas: int, join_timeout: float, history: list[tuple[str, str, int]]) -> None:
-    run = History(QuorumOptions(min_replicas, join_timeout))
-    for act in history:
-        run.act(*act)
-        run.decide()

@@ -10,8 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ftcoord.core import strict
 from ftcoord.core.quorum_records import (
@@ -25,8 +24,7 @@ from ftcoord.core.quorum_records import (
     parse_quorum,
     parse_replica,
 )
-from ftcoord.core.rendezvous_records import JoinRequest
-from ftcoord.core.rendezvous_records import encode as encode_ask
+from ftcoord.core.rendezvous_records import JoinRequest, encode as encode_ask
 from ftcoord.errors import StateError
 
 KEY = "/ftcoord/v2/job/decided"

@@ -12,16 +12,12 @@ import builders
 import pytest
 from held import timers_kv
 
-from ftcoord.coordination.port import Frame
+from ftcoord import errors, heartbeat
+from ftcoord.coordination import port, ranks
 from ftcoord.coordination.rank_port import encode_call, parse_call
-from ftcoord.coordination.ranks import RankRequest
-from ftcoord.core import quorum_records, rendezvous_records, strict
+from ftcoord.core import quorum_records, rendezvous_records, strict, timers
 from ftcoord.core.quorum_records import encode_quorum, parse_quorum, parse_replica
 from ftcoord.core.rendezvous_records import MOST_CHUNKS, Seat, WorkerFailure, parse_decided, parse_join_request
-from ftcoord.core.timers import MOST_TIMERS, parse_timers
-from ftcoord.errors import StateError
-from ftcoord.heartbeat import Beat, parse_beat
-from ftcoord.heartbeat import encode as encode_beat
 
 KEY = timers_kv("/run").key
 REQUEST = builders.request("a", address="here", store_address="there", step=1, world_size=2, handles=("h",))
@@ -34,8 +30,8 @@ RECORDS: dict[str, tuple[Parse, bytes]] = {
     "quorum": (lambda key, value: parse_quorum(key, zlib.compress(value)), zlib.decompress(QUORUM)),
     "join": (parse_join_request, rendezvous_records.encode(ASK)),
     "round": (parse_decided, rendezvous_records.encode(builders.round_(1, (Seat("m", "n", "h"),)))),
-    "timers": (parse_timers, timers_kv("/run").value),
-    "beat": (parse_beat, encode_beat(Beat("a", ""))),
+    "timers": (timers.parse_timers, timers_kv("/run").value),
+    "beat": (heartbeat.parse_beat, heartbeat.encode(heartbeat.Beat("a", ""))),
 }
 COUNT = (0, strict.LARGEST_COUNT)
 PORT = (0, 65535)
@@ -54,7 +50,7 @@ RANGES = [
     ("round", "port", *PORT),
     ("round", "size", 1, strict.LARGEST),
     ("round", "chunks", 1, MOST_CHUNKS),
-    ("timers", "timers.0.slot", 0, MOST_TIMERS - 1),
+    ("timers", "timers.0.slot", 0, timers.MOST_TIMERS - 1),
     ("timers", "timers.0.token", 0, strict.LARGEST),
     ("timers", "timers.0.until_ms", 0, 10**15),
     ("timers", "timers.0.wall_ms", 0, 10**15),
@@ -83,7 +79,7 @@ def test_every_number_has_its_range(record: str, path: str, lowest: int, highest
     for number in (lowest, highest):
         parse(KEY, with_field(value, path, number))
     for number in (lowest - 1, highest + 1, 2**64, -(2**64)):
-        with pytest.raises(StateError, match=rf"the {name} .*outside |{FORBIDDEN}") as caught:
+        with pytest.raises(errors.StateError, match=rf"the {name} .*outside |{FORBIDDEN}") as caught:
             parse(KEY, with_field(value, path, number))
         assert caught.value.key == KEY
 
@@ -99,7 +95,7 @@ def test_half_a_character_is_no_text(path: str) -> None:
     for text in ("\ud800", "x\udfff", "\ude00\ud83d"):
         halved = with_field(value, field, text)
         for one in (halved, halved.replace(b"\\ud", b"\\uD"), json.dumps(json.loads(halved), ensure_ascii=False)):
-            with pytest.raises(StateError, match="utf-8"):
+            with pytest.raises(errors.StateError, match="utf-8"):
                 parse(KEY, one if isinstance(one, bytes) else one.encode(errors="surrogatepass"))
 
 
@@ -107,15 +103,15 @@ def test_half_a_character_is_no_text(path: str) -> None:
 def test_nor_is_it_data(record: str, path: str) -> None:
     parse, value = RECORDS[record]
     parse(KEY, with_field(value, path, '{"a": "\\ud83d\\ude00"}'))
-    with pytest.raises(StateError, match="utf-8"):
+    with pytest.raises(errors.StateError, match="utf-8"):
         parse(KEY, with_field(value, path, '{"a": "\\ud800"}'))
 
 
 def test_nor_does_a_rank_send_it_to_a_manager() -> None:
-    call = RankRequest(0, 1, "m", False, 0, 5.0, "handle")
+    call = ranks.RankRequest(0, 1, "m", False, 0, 5.0, "handle")
     assert parse_call(encode_call(call)) == call
     with pytest.raises(ValueError, match="utf-8"):
-        parse_call(Frame("q", encode_call(call).payload.replace(b'"handle":"handle"', b'"handle":"\\ud800"')))
+        parse_call(port.Frame("q", encode_call(call).payload.replace(b'"handle":"handle"', b'"handle":"\\ud800"')))
 
 
 def test_what_a_process_cannot_choose_is_written_so_that_others_can_read_it() -> None:

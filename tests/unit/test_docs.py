@@ -132,7 +132,7 @@ def test_lines_are_short(page: Path) -> None:
 
 def test_each_setting_is_described() -> None:
     described = read(ROOT / "docs" / "configuration.md")
-    names = {*settings._NAMES, *(name for names in config._VARIABLES.values() for name in names)}
+    names = {*settings.CONF_NAMES, *(name for names in config._VARIABLES.values() for name in names)}
     assert not sorted(name for name in names if f"`{name}`" not in described)
 
 
@@ -140,7 +140,7 @@ def test_settings_that_are_described_exist() -> None:
     described = read(ROOT / "docs" / "configuration.md")
     rows = re.findall(r"^\| (.*?) \|", described.partition("## rdzv_conf")[2], re.MULTILINE)
     names = {name for row in rows for name in INLINE.findall(row)}
-    assert names == set(settings._NAMES)
+    assert names == set(settings.CONF_NAMES)
 
 
 def test_variables_that_are_named_exist() -> None:

@@ -27,12 +27,12 @@ FLOORS = (
     "config metrics.process",
     "job_url",
     "metrics.exporter logs",
-    "core.strict core.layout core.lease core.vote core.store_values",
+    "core.strict core.layout core.lease core.store_values",
     "core.manager_address core.office",
     "core.rendezvous_records core.quorum_records",
     "core.death_records core.asks",
     "core.history",
-    "core.verdict core.round_situation",
+    "core.verdict",
     "core.rendezvous core.quorum core.recovery core.timers",
     "etcd.api",
     "etcd.retry etcd.addresses etcd.quiet_grpc",
@@ -45,30 +45,30 @@ FLOORS = (
     "primitives.sentinel_main primitives.session",
     "primitives.write_once",
     "primitives.leased_key",
-    "primitives.group.policy primitives.group.parse_cache primitives.group.member_key",
-    "primitives.group.decided_record primitives.group.office",
-    "primitives.group.pace primitives.group.use",
+    "primitives.group.use",
+    "primitives.group.record",
     "primitives.group.group",
-    "primitives.group.membership",
     "primitives.group.participant",
     "store",
+    "stop",
     "timer",
     "timer.etcd_timer",
     "heartbeat",
-    "rendezvous.bootstrap rendezvous.record_change rendezvous.settings rendezvous.workers",
+    "rendezvous.bootstrap rendezvous.settings rendezvous.workers",
     "rendezvous.run_record",
     "rendezvous.pace rendezvous.policy",
     "rendezvous.node",
     "rendezvous.handler",
-    "rendezvous.backend rendezvous.init_method rendezvous.torchelastic",
+    "rendezvous.backend rendezvous.init_method",
     "rendezvous",
     "coordination.address coordination.checks coordination.port",
     "coordination.connection coordination.types",
-    "coordination.asks",
+    "coordination.ask_line",
+    "coordination.ask_desk",
     "coordination.policy",
-    "coordination.kills coordination.observer coordination.ranks coordination.replica",
+    "coordination.kills coordination.ranks coordination.replica",
     "coordination.lighthouse coordination.native coordination.rank_port",
-    "coordination.gateway_sessions coordination.manager coordination.manager_client",
+    "coordination.manager coordination.manager_client",
     "coordination.gateway",
     "coordination",
     "proactive",
@@ -94,15 +94,6 @@ where that stands here as a whole. A package whose modules have floors stands ab
 PURE_CORE = {"__future__", "collections", "dataclasses", "enum", "functools", "hashlib", "itertools", "json", "math"}
 PURE_CORE |= {"operator", "re", "typing", "urllib", "zlib"}
 """All that `core/` may import: no clock, thread, socket, log, file, chance, torch or gRPC among them."""
-
-
-GRPC = {"grpc", "ftcoord.etcd.quiet_grpc"}
-"""Where gRPC comes from: as it is, and without its log lines."""
-TORCHFT_PROTOCOL = {
-    "ftcoord.coordination.gateway",
-    "ftcoord.coordination.native",
-}
-"""The other modules that know gRPC: they speak torchft's protocols, and not to etcd."""
 
 
 def name_of(path: Path) -> str:
@@ -190,9 +181,7 @@ def upward(module: str) -> Set[str]:
     return {one for one in ours if place_of(one)[1] != name and place_of(one)[0] >= height}
 
 
-OWN_THREADS = {
-    "ftcoord.concurrency": "it is the seam",
-}
+OWN_THREADS = {"ftcoord.concurrency": "it is the seam"}
 """Modules that may name Python's threads, locks and clocks, and why."""
 SEAM = {"threading", "queue", "time", "_thread", "sched"}
 

@@ -1,10 +1,8 @@
-"""The keys of the protocol: spelled in one module, described in docs/protocol.md, and told apart."""
+"""The keys of the protocol: described in docs/protocol.md, and told apart."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,8 @@ import ftcoord
 from ftcoord.core import layout
 from ftcoord.core.layout import Span
 
-ROOT = Path(ftcoord.__file__).parent
-PROTOCOL = (ROOT.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
-LAYOUT = ROOT / "core" / "layout.py"
+ROOT = Path(ftcoord.__file__).parents[1]
+PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 
 RUN = "<prefix>"
 NAME = "7-00112233445566aa"
@@ -54,10 +51,6 @@ KEYS = {
 }
 """By function: a key that it names, or the beginning of those that it names."""
 
-NO_KEYS = {"run_prefix", "quorum_prefix", "encode_key", "decode_key", "member_id", "member_of"}
-NO_KEYS |= {"run_span", "runs_span", "branch_of", "run_id_of", "is_expired_key", "is_event_key"}
-"""Functions of `core.layout` that name no key of their own."""
-
 
 def documented() -> list[str]:
     """The key column of all tables in docs/protocol.md."""
@@ -92,37 +85,6 @@ def test_each_function_is_documented(name: str) -> None:
     patterns = [pattern_of(row) for row in documented()]
     below = [key for key in KEYS.values() if key.startswith(KEYS[name])]
     assert any(re.fullmatch(pattern, key) for pattern in patterns for key in below)
-
-
-# -- nobody else spells a key ---------------------------------------------------------------------------------------
-
-NAMES = {part for key in KEYS.values() for part in key.split("/")[1:]}
-NAMES -= {"", "key", "id", "name", "host", "slot", "7", "1", HEX}
-"""The fixed parts of keys: members, decided, rounds, ..."""
-
-
-def joined(text: str) -> set[str]:
-    """The names of the protocol in a piece of a text, that stand for a part of a key there."""
-    return {name for name in NAMES if re.search(rf"(^|/){name}/|/{name}(/|$)", text)}
-
-
-def spelled(tree: ast.AST) -> Iterator[str]:
-    """The names of the protocol that f-strings and `+` join to something."""
-    for node in ast.walk(tree):
-        pieces: list[ast.expr] = []
-        if isinstance(node, ast.JoinedStr):
-            pieces = node.values
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            pieces = [node.left, node.right]
-        for piece in pieces:
-            if isinstance(piece, ast.Constant) and isinstance(piece.value, str):
-                yield from joined(piece.value)
-
-
-def test_no_other_module_spells_a_key() -> None:
-    others = [path for path in sorted(ROOT.rglob("*.py")) if path != LAYOUT]
-    found = {path: set(spelled(ast.parse(path.read_text(encoding="utf-8")))) for path in others}
-    assert {path: keys for path, keys in found.items() if keys} == {}
 
 
 # -- what the functions promise ------------------------------------------------------------------------------------

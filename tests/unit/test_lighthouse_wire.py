@@ -5,7 +5,7 @@ from __future__ import annotations
 import builders
 import pytest
 
-from ftcoord.coordination.gateway import quorum_response, read_heartbeat, read_quorum_request
+from ftcoord.coordination.native import read, read_quorum_request, write_quorum
 from ftcoord.core.quorum_records import QuorumSeat
 
 CLIENT = bytes.fromhex("0a1e0a0261611204616464721a0273742007280330013a087b2261223a20317d")
@@ -26,7 +26,7 @@ def test_requests_are_read_as_they_were_sent() -> None:
     )
     assert read_quorum_request(BEHIND).step == -7
     assert read_quorum_request(NIGHTLY).handles == ("h0",)
-    assert read_heartbeat(b"\x0a\x05mgr:1") == "mgr:1"
+    assert read("LighthouseHeartbeatRequest", b"\x0a\x05mgr:1").replica_id == "mgr:1"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_others_could_not_read_is_refused(body: bytes, why: str) -> None:
 def test_a_quorum_is_told_as_it_was_asked() -> None:
     requests = [read_quorum_request(body) for body in (CLIENT, MANAGER, NIGHTLY)]
     seats = tuple(QuorumSeat(f"m{place}", 1, one) for place, one in enumerate(requests))
-    told = quorum_response(builders.quorum(9, seats, id=42, created=99.5))
+    told = write_quorum(builders.quorum(9, seats, id=42, created=99.5))
     members = b"".join(b"\x12" + body[1:] for body in (CLIENT, MANAGER, NIGHTLY))
     content = b"\x08\x2a" + members + b"\x1a\x08\x08\x63\x10\x80\xca\xb5\xee\x01"
     assert told == b"\x0a" + bytes([len(content)]) + content

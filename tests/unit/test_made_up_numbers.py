@@ -16,12 +16,12 @@ from ftcoord.coordination.policy import HighestSeen, QuorumPolicy
 from ftcoord.core import layout
 from ftcoord.core.quorum import Highest, QuorumCandidate, QuorumOptions, QuorumSituation
 from ftcoord.core.quorum_records import encode as encode_quorum
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions
 from ftcoord.core.rendezvous_records import Seat, encode
-from ftcoord.core.round_situation import RoundCandidate, RoundOptions
 from ftcoord.core.strict import LARGEST_COUNT, LARGEST_STEP
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.etcd.api import KeyValue
-from ftcoord.primitives.group.policy import DECIDE_AGAIN_AFTER, View
+from ftcoord.primitives.group.use import DECIDE_AGAIN_AFTER, View
 from ftcoord.rendezvous.policy import RendezvousPolicy
 
 LIMITS = (1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from virtual import LOST_ANSWER, LOST_REQUEST, REFUSED, Call, Fate, MemoryEtcd, Scheduler, flaky
+from virtual import LOST_ANSWER, LOST_REQUEST, REFUSED, Fate, MemoryEtcd, Scheduler
 
 from ftcoord import concurrency
 from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, OutcomeUnknown, Rewound
@@ -73,19 +73,6 @@ def test_a_late_request_takes_effect_after_its_caller_gave_up(world: Scheduler, 
     world.sleep(4)
     assert other.get("/key").kvs[0].value == b"late"
     assert other.get("/gone").one is None, "nobody hears that its lease is not known"
-
-
-def test_a_seed_draws_the_same_fates_and_each_as_often_as_it_was_said() -> None:
-    call = Call("txn", None, True)
-    draw, again = (flaky(7, refused=0.1, lost_requests=0.2, lost_answers=0.3, late=0.1) for _ in range(2))
-    drawn = [draw(call) for _ in range(5000)]
-    assert drawn == [again(call) for _ in range(5000)]
-    assert drawn.count(REFUSED) == pytest.approx(500, rel=0.2)
-    assert drawn.count(LOST_REQUEST) == pytest.approx(1000, rel=0.2)
-    assert drawn.count(LOST_ANSWER) == pytest.approx(1500, rel=0.2)
-    assert sum(0 < fate.arrives <= 3 for fate in drawn) == pytest.approx(500, rel=0.2)
-    assert drawn.count(Fate()) == pytest.approx(1500, rel=0.2)
-    assert flaky(8, delay=0.5)(call) != flaky(9, delay=0.5)(call)
 
 
 # -- clients that are cut off ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import warm
 from monitored import DOCS
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
+from reports import made
 
 from ftcoord import __version__, cli
 from ftcoord.commands import demo_server_dashboard_gateway_metrics as serving
@@ -89,21 +90,10 @@ def test_a_gauge_forgets_what_is_gone() -> None:
 
 
 @pytest.mark.usefixtures("counting")
-def test_a_signal_handler_counts_in_the_middle_of_a_count() -> None:
-    """prometheus_client's locks are not reentrant: its thread would wait for itself."""
-    counting = process._counting
-    assert counting is not None
-    with counting._turn:
-        process.LEASES_LOST.add()
-    assert counted()["ftcoord_leases_lost_total"] == 1
-
-
-@pytest.mark.usefixtures("counting")
 def test_a_forked_child_begins_with_nothing() -> None:
     """Also if another thread was counting at that moment."""
     process.LEASES_LOST.add()
-    assert process._counting is not None
-    with process._counting._turn:
+    with process.LEASES_LOST.made._value._lock, process._registry._lock:
         pid = os.fork()
         if not pid:
             process.LEASES_LOST.add()
@@ -200,18 +190,18 @@ def test_a_command_prints_what_whoever_reaches_its_address_can_do(
     assert "whoever reaches 0.0.0.0 can" in capsys.readouterr().err
 
 
-WAIT = NextDecision("wait", "")
-NODES = (
-    NodeStatus(0, "n0", "h0", "1", "running", "", 1),
-    NodeStatus(None, "n1", "h1", "2", "spare", "", 2),
-    NodeStatus(None, "n2", "h2", "3", "waiting", "", 3),
-)
-REPLICAS = (
-    ReplicaStatus(0, "r0", "1", "training", 9, 0, 0, False, 1, "", 1),
-    ReplicaStatus(1, "r1", "2", "training", 7, 2, 0, False, 1, "", 2),
-)
-ROUNDS = RoundsStatus("running", True, 7, 1, True, 1, 2, "h0", 1, "", "", "", "", WAIT, NODES, ())
-QUORUM = QuorumStatus("training", True, 5, 4, 2, 9, 1e9, 1, WAIT, REPLICAS, ())
+WAIT = made(NextDecision, "wait", "", "")
+NODES = [
+    made(NodeStatus, 0, "n0", "h0", "1", "running", "", 1),
+    made(NodeStatus, None, "n1", "h1", "2", "spare", "", 2),
+    made(NodeStatus, None, "n2", "h2", "3", "waiting", "", 3),
+]
+REPLICAS = [
+    made(ReplicaStatus, 0, "r0", "1", "training", 9, 0, 0, False, 1, "", 1),
+    made(ReplicaStatus, 1, "r1", "2", "training", 7, 2, 0, False, 1, "", 2),
+]
+ROUNDS = made(RoundsStatus, "running", True, 7, 1, True, 1, 2, "h0", 1, "", "", "", "", WAIT, NODES, [])
+QUORUM = made(QuorumStatus, "training", True, 5, 4, 2, 9, 1e9, 1, WAIT, REPLICAS, [])
 
 
 class Fixed:
@@ -233,8 +223,8 @@ def told(*metrics: Metric) -> dict[str, float]:
 
 
 def test_the_numbers_of_a_run_are_those_of_its_status() -> None:
-    status = JobStatus(1, 'a "b"\n', 3, True, True, ROUNDS, QUORUM, ())
-    gone = JobStatus(1, "gone", 3, False, False, None, None, ())
+    status = made(JobStatus, 1, 'a "b"\n', 3, True, True, ROUNDS, QUORUM, [])
+    gone = made(JobStatus, 1, "gone", 3, False, False, None, None, [])
     found = told(*runs.families_of([status, gone]))
     assert {name.partition("{")[0]: value for name, value in found.items()} == {
         "ftcoord_run_state": 1,

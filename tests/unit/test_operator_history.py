@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import builders
 import pytest
+from reports import made, seen
 from test_operator_status import QUORUM, RUN, ask, nodes, run_of, seats, told_of
 
 from ftcoord.commands.ls_status_watch_history_why_doctor import history_lines, why_lines
@@ -19,7 +21,7 @@ from ftcoord.core.layout import death_key, event_key, member_id
 from ftcoord.core.rendezvous_records import WorkerFailure
 from ftcoord.etcd.api import KeyValue
 from ftcoord.operator import history as operator_history
-from ftcoord.operator.report import Explanation, JobStatus, MissingReplica, NextDecision, QuorumStatus, ReplicaStatus
+from ftcoord.operator.report import JobStatus, MissingReplica, NextDecision, QuorumStatus, ReplicaStatus, paragraph
 from ftcoord.operator.status import GroupKeys, JobKeys
 
 RAISED = WorkerFailure(90, 5, 1, 1, 0, "exited with code 1", "ValueError: loss is nan", "Traceback ...")
@@ -62,11 +64,12 @@ def keys(
     return JobKeys(job, 9, GroupKeys(RUN, events=tuple(rounds)), quorum, True)
 
 
-def explain(status: JobStatus, *of: Sequence[KeyValue]) -> Explanation:
-    return operator_history.explain(status, keys(*of))
+def explain(status: JobStatus, *of: Sequence[KeyValue]) -> Any:
+    found = operator_history.explain(status, keys(*of))
+    return seen({**found, "text": paragraph(found)})
 
 
-def why(status: JobStatus, *found: HistoryEvent) -> Explanation:
+def why(status: JobStatus, *found: HistoryEvent) -> Any:
     return explain(status, events(*found), ())
 
 
@@ -84,7 +87,7 @@ def test_the_first_cause_of_the_last_round_is_told_and_what_to_do() -> None:
         "Round 7 ended. It began with this: hostB: worker 90 (rank 5, local rank 1) raised ValueError: loss is nan."
     )
     assert found.first is not None
-    assert found.first.worker == RAISED
+    assert vars(found.first.worker) == asdict(RAISED)
     assert found.followed == 1
     assert found.lost.endswith("is lost. Round 8 followed: 2 nodes; without hostB.")
     assert found.now == "Now round 8 runs on 2 nodes."
@@ -198,23 +201,25 @@ def test_of_quorums_the_last_that_lost_members_is_told() -> None:
     assert found.happened == ("Quorum 3 lost members. It began with this: b: hostB was killed by signal 9 (SIGKILL).")
     followed = "Quorum 4 followed: 2 replicas; without b. The others lost the step that they were in, at most."
     assert found.lost == followed
-    heals = ReplicaStatus(0, "b", "1", "asking", 4, 3, 0, False, 1, "", 1, heals_from="a")
-    status = QuorumStatus("training", True, 4, 4, 2, 7, 0.0, 1, NextDecision("wait", "x"), (heals,), ())
-    found = explain(replace(told_of(), quorum=status), (), events(*past, prefix=QUORUM))
+    heals = made(ReplicaStatus, 0, "b", "1", "asking", 4, 3, 0, False, 1, "", 1, heals_from="a")
+    status = made(QuorumStatus, "training", True, 4, 4, 2, 7, 0.0, 1, made(NextDecision, "wait", "x", ""), (heals,), ())
+    found = explain({**told_of(), "quorum": status}, (), events(*past, prefix=QUORUM))
     assert found.lost == f"{followed} b is 3 steps behind, and heals from a."
     assert found.now == "Now it is training: quorum 4 has 2 replicas."  # not why nobody asks yet
-    found = explain(replace(told_of(), quorum=replace(status, state="forming")), (), events(*past, prefix=QUORUM))
+    found = explain({**told_of(), "quorum": {**status, "state": "forming"}}, (), events(*past, prefix=QUORUM))
     assert found.now == "Now it is forming: quorum 4 has 2 replicas; x."
-    status = replace(
-        status, healthy=False, missing=(MissingReplica(0, "a", "1", "killed"), MissingReplica(1, "b", "2", ""))
+    gone = [made(MissingReplica, 0, "a", "1", "killed"), made(MissingReplica, 1, "b", "2", "")]
+    found = explain(
+        {**told_of(), "quorum": {**status, "healthy": False, "missing": gone}}, (), events(*past, prefix=QUORUM)
     )
-    found = explain(replace(told_of(), quorum=status), (), events(*past, prefix=QUORUM))
     assert found.now == "Now it is training: quorum 4 has 2 replicas; x; gone: a: killed; b."
 
 
 def missing(*gone: MissingReplica, live: Sequence[ReplicaStatus] = ()) -> JobStatus:
-    status = QuorumStatus("idle", False, 3, 3, 2, 7, 0.0, 2, NextDecision("wait", "x"), tuple(live), gone)
-    return replace(told_of(), quorum=status, revision=200)
+    status = made(
+        QuorumStatus, "idle", False, 3, 3, 2, 7, 0.0, 2, made(NextDecision, "wait", "x", ""), tuple(live), gone
+    )
+    return {**told_of(), "quorum": status, "revision": 200}
 
 
 def death(member: str, cause: str, revision: int) -> KeyValue:
@@ -224,12 +229,12 @@ def death(member: str, cause: str, revision: int) -> KeyValue:
 def test_replicas_that_no_decision_tells_of_are_named() -> None:
     """Too few are left for another quorum."""
     decided = HistoryEvent("quorum", 3, reason="3 replicas")
-    gone = missing(MissingReplica(0, "b", "1", "killed"), MissingReplica(1, "c", "2", "killed, too"))
+    gone = missing(made(MissingReplica, 0, "b", "1", "killed"), made(MissingReplica, 1, "c", "2", "killed, too"))
     deaths = death("1", "killed", 150), death("2", "killed, too", 140)
     found = explain(gone, (), events(decided, prefix=QUORUM), deaths)
     assert found.happened == "Quorum 3 lost members. It began with this: c: killed, too."
     assert (found.followed, found.first and found.first.revision) == (1, 140)
-    found = explain(missing(MissingReplica(0, "b", "1", "")), (), events(decided, prefix=QUORUM))
+    found = explain(missing(made(MissingReplica, 0, "b", "1", "")), (), events(decided, prefix=QUORUM))
     assert found.first is not None
     assert (found.first.kind, found.first.number, found.first.revision) == ("lost", 3, 200)
 
@@ -249,7 +254,7 @@ def test_a_replica_that_the_others_went_on_without_is_told_as_it_is_known_now() 
         assert found.lost.startswith("Quorum 4 followed")
         return found.first.kind, found.first.reason
 
-    there = ReplicaStatus(None, "a", "1", "idle", 4, 0, 0, False, 1, "", 1)
+    there = made(ReplicaStatus, None, "a", "1", "idle", 4, 0, 0, False, 1, "", 1)
     assert told([there]) == ("left", word)
     assert told([]) == ("lost", "a is gone (its lease ended, or it left)")
     assert told([], death("1", "its host went down", 150)) == ("died", "a: its host went down")
@@ -264,7 +269,7 @@ def test_a_death_is_not_blamed_on_one_of_which_the_replica_came_back_since() -> 
     found = explain(told_of(), (), events(decided, *deaths, prefix=QUORUM))
     assert found.first is not None
     assert (found.first.who, found.followed) == ("c", 0)
-    found = explain(missing(MissingReplica(0, "d", "1", "")), (), events(decided, *deaths, prefix=QUORUM))
+    found = explain(missing(made(MissingReplica, 0, "d", "1", "")), (), events(decided, *deaths, prefix=QUORUM))
     assert found.first is not None
     assert found.first.who == "d"
 
@@ -290,7 +295,7 @@ def test_a_job_without_history_is_told_as_such() -> None:
 
 def test_history_is_in_etcds_order_over_both_groups() -> None:
     quorum = HistoryEvent("quorum", 1, reason="2 replicas")
-    found = operator_history.history_of(keys(events(DECIDED, STARTED), events(quorum, prefix=QUORUM)))
+    found = seen(operator_history.history_of(keys(events(DECIDED, STARTED), events(quorum, prefix=QUORUM))))
     assert [(one.revision, one.group, one.kind) for one in found.events] == [
         (100, "rendezvous", "round"),
         (100, "quorums", "quorum"),
@@ -307,7 +312,7 @@ def test_no_text_of_anybody_moves_the_cursor() -> None:
     worker = WorkerFailure(1, 0, 0, 1, 0, hostile, hostile, hostile, hostile)
     all_of_it = [HistoryEvent("failed", 7, hostile, hostile, hostile, (worker,)), recalled(hostile)]
     history = operator_history.history_of(keys(events(*all_of_it), (), job=hostile))
-    explained = why(running(8, "hostA"), *all_of_it)
+    explained = operator_history.explain(running(8, "hostA"), keys(events(*all_of_it), ()))
     for line in (*lines(history, history_lines), *lines(explained, why_lines)):
         assert line.isascii()
         assert line.isprintable()

@@ -15,7 +15,7 @@ from ftcoord.core.layout import decided_key, member_id, member_key, run_prefix
 from ftcoord.core.rendezvous_records import Seat, encode, parse_decided
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Etcd, Get, Put, Span, TxnResult
-from ftcoord.operator.orders import NothingThere, close_job, drain
+from ftcoord.operator.orders import NothingThere, Order, planned
 
 KEYS, JOB = "/ftcoord/v2", "job"
 PREFIX = run_prefix(KEYS, JOB)
@@ -62,7 +62,7 @@ def test_a_lease_that_is_not_granted_in_time_closes_nothing(etcd: MemoryClient) 
             raise EtcdUnavailable("no answer in time")
 
     with pytest.raises(EtcdUnavailable):
-        close_job(Stalled(etcd), KEYS, JOB, "closed", "ann", 0.5)
+        planned(Stalled(etcd), KEYS, Order("close", JOB, "", "ann", ""), 0.5)[1]()
     assert asked == [0.5]
     assert etcd.range(Get(Span(RECORD))).one is None
 
@@ -73,15 +73,9 @@ def drained(etcd: MemoryClient) -> tuple[str, ...]:
     return parse_decided(kv.key, kv.value).drained
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_of_two_who_drain_at_once_the_second_sees_what_the_first_did(etcd: MemoryClient, force: bool) -> None:
+def test_of_two_who_drain_at_once_the_second_sees_what_the_first_did(etcd: MemoryClient) -> None:
     """Each alone leaves two nodes, which are enough; both leave one."""
-    first = lambda: drain(etcd, KEYS, JOB, "A", "was drained", "ann", 5.0, force=False)  # noqa: E731
-    second = Overtaken(etcd, first)
-    if force:
-        assert drain(second, KEYS, JOB, "B", "was drained", "bob", 5.0, force=True).did
-        assert drained(etcd) == ("A", "B")
-    else:
-        with pytest.raises(NothingThere, match="1 of at least 2 nodes would be left"):
-            drain(second, KEYS, JOB, "B", "was drained", "bob", 5.0, force=False)
-        assert drained(etcd) == ("A",)
+    _, first = planned(etcd, KEYS, Order("drain", JOB, "A", "ann", ""), 5.0)
+    with pytest.raises(NothingThere, match="1 of at least 2 nodes would be left"):
+        planned(Overtaken(etcd, first), KEYS, Order("drain", JOB, "B", "bob", ""), 5.0)[1]()
+    assert drained(etcd) == ("A",)

@@ -18,7 +18,6 @@ from page_calls import page_of
 from ftcoord.config import EtcdConfig
 from ftcoord.dashboard import server as servers
 from ftcoord.dashboard.server import PageServer
-from ftcoord.errors import ServerError
 
 
 @contextmanager
@@ -103,13 +102,16 @@ def _serves_by_now(server: PageServer) -> bool:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), SystemExit(3)], ids=repr)
-def test_one_that_cannot_serve_says_so(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_serve_has_failed(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def fail(self: uvicorn.Server, sockets: object = None) -> None:
         raise error
 
     monkeypatch.setattr(uvicorn.Server, "startup", fail)
-    with pytest.raises(ServerError, match=r"the page cannot be served at http://127\.0\.0\.1:\d+: .*(3|open files)"):
-        PageServer(page_of())
+    with PageServer(page_of()) as server:
+        eventually(lambda: server.has_failed, "its end")
+    assert f"the page at {server.address} has ended: {error}" in caplog.text
 
 
 def test_one_that_ends_by_itself_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

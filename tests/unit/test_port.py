@@ -48,8 +48,11 @@ def soon() -> float:
 class Echo:
     """Answers each frame with its payload, and notes what it got. A frame `w` makes it wait for `goes_on`."""
 
+    name, hint = "port", "what to do"
+
     def __init__(self) -> None:
         self.batches: list[list[tuple[Peer, Frame | None]]] = []
+        self.failures = list[BaseException]()
         self.waits, self.goes_on = threading.Event(), threading.Event()
 
     def handle(self, batch: Sequence[tuple[Peer, Frame | None]]) -> None:
@@ -64,6 +67,9 @@ class Echo:
     def tick(self) -> float:
         return math.inf
 
+    def failed(self, error: BaseException) -> None:
+        self.failures.append(error)
+
     def events(self) -> list[tuple[Any, Frame | None]]:
         return [(peer.about.get("name"), frame) for batch in [*self.batches] for peer, frame in batch]
 
@@ -77,9 +83,9 @@ class Served:
     def __init__(self) -> None:
         listener = listen("127.0.0.1:0")
         self.at: tuple[str, int] = listener.getsockname()
-        self.handler, self.failures = Echo(), list[BaseException]()
-        hint = "what to do"
-        self.port = Port(listener, KEY, self.handler, name="port", hint=hint, failed=self.failures.append)
+        self.handler = Echo()
+        self.failures = self.handler.failures
+        self.port = Port(listener, KEY, self.handler)
 
     def line(self, name: object = "") -> Line:
         return Line(*self.at, KEY, soon(), {"name": name})
@@ -117,12 +123,12 @@ def welcomed(peer: socket.socket) -> str:
     while (frame := frames.take()) is None:
         frames.feed(peer.recv(4096))
     found = json.loads(frame.payload)
-    assert (frame.kind, found["proof"]) == ("W", _proof(KEY, "W", NONCE, found["nonce"]))
+    assert (frame.kind, found["proof"]) == ("W", _proof(KEY, "W", (NONCE, found["nonce"])))
     return str(found["nonce"])
 
 
 def proof(nonce: str, key: bytes = KEY) -> bytes:
-    return raw("P", proof=_proof(key, "P", NONCE, nonce))
+    return raw("P", proof=_proof(key, "P", (NONCE, nonce)))
 
 
 def prove(peer: socket.socket) -> None:
@@ -261,7 +267,7 @@ def test_either_end_needs_the_key(served: Served) -> None:
         peer.sendall(proof(welcomed(peer), KEY[::-1]) + encode_frame("a", b"x"))
         assert is_closed(peer)
     with served.stranger() as peer:  # the port's own proof, sent back
-        peer.sendall(raw("P", proof=_proof(KEY, "W", NONCE, welcomed(peer))) + encode_frame("a", b"x"))
+        peer.sendall(raw("P", proof=_proof(KEY, "W", (NONCE, welcomed(peer)))) + encode_frame("a", b"x"))
         assert is_closed(peer)
     assert not served.handler.batches
 

@@ -18,7 +18,7 @@ from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, encode, par
 from ftcoord.core.verdict import Publish, Verdict, Wait
 from ftcoord.errors import EtcdAuthError, EtcdError, EtcdUnavailable
 from ftcoord.etcd.api import KeyValue
-from ftcoord.primitives.group.policy import View
+from ftcoord.primitives.group.use import View
 
 PREFIX = "/ftcoord/v2/job/quorum"
 

@@ -27,7 +27,7 @@ from ftcoord.core.quorum_records import (
     parse_quorum,
     parse_replica,
 )
-from ftcoord.core.rendezvous import decide
+from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide
 from ftcoord.core.rendezvous_records import (
     Away,
     Chunk,
@@ -35,24 +35,22 @@ from ftcoord.core.rendezvous_records import (
     RoundHead,
     Seat,
     WorkerFailure,
+    encode as encode_round,
     parse_decided,
     parse_join_request,
 )
-from ftcoord.core.rendezvous_records import encode as encode_round
-from ftcoord.core.round_situation import RoundCandidate, RoundOptions, RoundSituation
 from ftcoord.core.strict import V4, VERSION
-from ftcoord.core.timers import LAYOUT as TIMERS_LAYOUT
-from ftcoord.core.timers import HeldTimers, Timer, Worker
+from ftcoord.core.timers import LAYOUT as TIMERS_LAYOUT, HeldTimers, Timer, Worker
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import KeyValue
 from ftcoord.heartbeat import Beat
-from ftcoord.primitives.group.policy import View
+from ftcoord.primitives.group.use import View
 
 ROUNDS_AND_QUORUMS: Final = {
     JoinRequest: "node address port after host nonce min_nodes max_nodes seated reopens holds failed",
     RoundHead: "number token size chunks address port min_nodes max_nodes ready recalled waiting closed outcome before "
-    "by drained",
+    "by drained stop",
     Chunk: "ranks seats away",
     Seat: "member node host",
     Away: "member round",

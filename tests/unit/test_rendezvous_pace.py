@@ -16,7 +16,7 @@ from virtual import Scheduler
 from ftcoord import concurrency
 from ftcoord.core.rendezvous_records import JoinRequest
 from ftcoord.core.verdict import Standing
-from ftcoord.primitives.group.pace import Look
+from ftcoord.primitives.group.use import Look
 from ftcoord.rendezvous import pace
 from ftcoord.rendezvous.pace import FIRST_LINE, LINE_INTERVAL, LINES_PER_SECOND, RoundPace
 

@@ -10,14 +10,13 @@ import pytest
 from virtual import MemoryEtcd
 from virtual.etcd import MemoryClient
 
-from ftcoord.core.death_records import Death
-from ftcoord.core.death_records import encode as encode_death
+from ftcoord.core.death_records import Death, encode as encode_death
 from ftcoord.core.layout import death_key, decided_key, member_id, member_key
+from ftcoord.core.rendezvous import MOMENT, RoundOptions
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, encode
-from ftcoord.core.round_situation import MOMENT, RoundOptions
 from ftcoord.core.verdict import Publish, Wait
 from ftcoord.etcd.api import KeyValue
-from ftcoord.primitives.group.policy import View
+from ftcoord.primitives.group.use import View
 from ftcoord.rendezvous.policy import RendezvousPolicy
 
 PREFIX = "/run"

@@ -11,7 +11,7 @@ from ftcoord.errors import ClientClosed, EtcdError, EtcdUnavailable, LeaseLost, 
 from ftcoord.etcd.retry import ATTEMPT_TIMEOUT, SHORTEST_TIMEOUT, UNANSWERED, backoff, retry, retry_until_answered
 
 
-class VirtualTime(concurrency.Python):
+class VirtualTime:
     """Events that nobody sets: waiting for one takes no time, and moves the clock."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class VirtualTime(concurrency.Python):
     def now(self) -> float:
         return self.time
 
-    def event(self) -> concurrency.Event:
+    def event(self) -> VirtualEvent:
         return VirtualEvent(self)
 
 

@@ -200,11 +200,7 @@ def test_it_tries_to_bury_until_the_leases_have_ended(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("dies_after", "ends", "takes"),
-    [
-        (CALL_TIMEOUT / 2, True, CALL_TIMEOUT / 2),
-        (TTL * HELP_AFTER, True, TTL * HELP_AFTER),
-        (2 * TTL, False, TTL),
-    ],
+    [(CALL_TIMEOUT / 2, True, CALL_TIMEOUT / 2), (TTL * HELP_AFTER, True, TTL * HELP_AFTER), (2 * TTL, False, TTL)],
 )
 def test_a_process_that_has_closed_its_files_is_buried_if_it_dies_before_its_next_renewal(
     monkeypatch: pytest.MonkeyPatch, dies_after: float, ends: bool, takes: float

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from helpers import pem
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ftcoord.config import Credentials, Endpoint, EtcdConfig, Tls
-from ftcoord.core.round_situation import RoundOptions
+from ftcoord.core.rendezvous import RoundOptions
 from ftcoord.errors import ConfigError
 from ftcoord.rendezvous.settings import RendezvousSettings, RunTimes
 
@@ -212,12 +211,6 @@ def test_a_value_is_checked_also_when_another_key_overrides_it() -> None:
             parse(conf)
 
 
-def test_two_spellings_with_two_values(tmp_path: Path) -> None:
-    for first, second in (("ca_cert", "cacert"), ("cert", "ssl_cert"), ("key", "ssl_cert_key")):
-        with pytest.raises(ConfigError, match=rf"^{second}='/b' .*{first} is the same setting"):
-            parse({first: "/a", second: "/b"})
-
-
 def test_helpful_texts() -> None:
     def message(key: str) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -289,29 +282,6 @@ def test_the_protocol_contradicts_the_endpoint(conf: dict[str, str], endpoint: s
 def test_an_embedded_etcd_takes_no_login(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}='x' .*embedded"):
         parse({key: "x"}, endpoint="embedded")
-
-
-RUN_IDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=200).filter(str.strip)
-HOSTILE = st.text("ab/%.2F \0", min_size=1, max_size=8).filter(str.strip)  # short and alike: likely to collide
-
-
-@given(RUN_IDS | HOSTILE, RUN_IDS | HOSTILE)
-def test_two_runs_never_share_keys(one: str, other: str) -> None:
-    assume(one != other)
-    first, second = parse(run_id=one).prefix + "/", parse(run_id=other).prefix + "/"
-    assert not first.startswith(second)
-    assert not second.startswith(first)
-
-
-@given(RUN_IDS | HOSTILE)
-def test_a_run_stays_in_one_segment_below_the_key_prefix(run_id: str) -> None:
-    prefix = parse({"key_prefix": "/team/x"}, run_id=run_id).prefix
-    assert prefix.startswith("/team/x/")
-    segment = prefix.removeprefix("/team/x/")
-    assert segment
-    assert "/" not in segment
-    assert segment.isascii()
-    assert segment.isprintable()
 
 
 VALUES = st.text(max_size=12) | st.integers() | st.floats() | st.none()

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from virtual import Scheduler
 
-from ftcoord import concurrency
-from ftcoord import proc as reader
+from ftcoord import concurrency, proc as reader
 from ftcoord.primitives.sentinel_main import WatchedProcess
 from ftcoord.proc import RECENT
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
-from ftcoord import concurrency
-from ftcoord.errors import Compacted, EtcdError, EtcdNoSpace, LeaseLost, RequestRefused, Rewound
+from ftcoord import closing, concurrency, errors
 from ftcoord.etcd.api import Batch, Began, Event, Get, Lease, RangeResult, Span, TxnResult, WatchItem
 from virtual.keyspace import KeySpace, Transaction, concerning
 
@@ -53,7 +52,7 @@ class Leases:
     def grant(self, ttl: int, now: float) -> Lease:
         """A new lease. Raises RequestRefused for one that is too long."""
         if ttl > MAX_TTL:
-            raise RequestRefused(f"etcdserver: too large lease TTL; it may be {MAX_TTL} s at the most")
+            raise errors.RequestRefused(f"etcdserver: too large lease TTL; it may be {MAX_TTL} s at the most")
         granted = max(ttl, self._min_ttl)
         lease_id = next(self._ids)
         self._granted[lease_id] = _Granted(granted, now + granted)
@@ -63,7 +62,7 @@ class Leases:
         """Its TTL, which begins again. Raises LeaseLost, also for one that has expired and was not revoked yet."""
         lease = self._granted.get(lease_id)
         if lease is None or lease.expires_at <= now:
-            raise LeaseLost(f"lease {lease_id:x} has expired or was revoked; take a new one")
+            raise errors.LeaseLost(f"lease {lease_id:x} has expired or was revoked; take a new one")
         lease.expires_at = now + lease.ttl
         return lease.ttl
 
@@ -129,8 +128,9 @@ class Snapshot(NamedTuple):
     leases: Leases
 
 
-class Backend:
-    """One etcd. Thread-safe. It has one thread, which makes leases expire and requests arrive that were delayed."""
+class Backend(closing.Closing):
+    """One etcd; see `MemoryEtcd`. Thread-safe. It has one thread, which makes leases expire and requests arrive that
+    were delayed."""
 
     def __init__(self, min_ttl: int) -> None:
         self._changed = concurrency.condition("Backend._changed")
@@ -148,6 +148,7 @@ class Backend:
 
     @property
     def revision(self) -> int:
+        """Where etcd is."""
         return self._keys.revision
 
     @property
@@ -172,7 +173,7 @@ class Backend:
             result, events = self._keys.txn(asked, self._leases.__contains__)
             self._tell(events)
             if is_let_in:
-                raise EtcdNoSpace(NO_SPACE)
+                raise errors.EtcdNoSpace(NO_SPACE)
             return result
 
     def grant(self, ttl: int) -> Lease:
@@ -182,7 +183,7 @@ class Backend:
             self._start()
             self._changed.notify_all()
             if is_let_in:
-                raise EtcdNoSpace(NO_SPACE)
+                raise errors.EtcdNoSpace(NO_SPACE)
             return lease
 
     def renew(self, lease_id: int) -> int:
@@ -194,15 +195,20 @@ class Backend:
             self._leases.drop(lease_id)
             self._tell(self._keys.drop_lease(lease_id))
 
-    def compact(self, revision: int) -> None:
+    def expire(self, lease_id: int) -> None:
+        """End a lease at once, and its keys with it. Its holder hears of it when it renews it next."""
+        self.revoke(lease_id)
+
+    def compact(self, revision: int | None = None) -> None:
+        """Forget the history before `revision`, or all of it. Raises RequestRefused where that is done already."""
         with self._changed:
-            self._keys.compact(revision)
+            self._keys.compact(self.revision if revision is None else revision)
 
     def later(self, seconds: float, request: Callable[[], object]) -> None:
         """Have a request arrive in so many seconds, or when etcd is back; nobody hears what becomes of it."""
 
         def arrive() -> None:
-            with contextlib.suppress(EtcdError):
+            with contextlib.suppress(errors.EtcdError):
                 request()
 
         with self._changed:
@@ -218,11 +224,11 @@ class Backend:
                 return
             now = self._keys.revision
             if start_revision > now + 1:
-                subscription.push(subscription, Rewound(now, start_revision - 1))
+                subscription.push(subscription, errors.Rewound(now, start_revision - 1))
                 return
             subscription.push(subscription, Began(now))
             if 0 < start_revision < self._keys.compacted:
-                subscription.push(subscription, Compacted(self._keys.compacted))
+                subscription.push(subscription, errors.Compacted(self._keys.compacted))
                 return
             if 0 < start_revision <= now:
                 missed = self._keys.since(subscription.span, start_revision, subscription.deletes_only)
@@ -237,24 +243,32 @@ class Backend:
     # -- what a test sees of it ---------------------------------------------------------------------------------------
 
     def listen(self, listener: Callable[[Sequence[Event]], object]) -> None:
-        """Have what each revision changes told at once, under this backend's lock."""
+        """Have a test told of all that changes: of each revision's changes at once, before anybody else hears of it.
+
+        It is called on the thread that makes the change, and must not call etcd.
+        """
         with self._changed:
             self._listeners.append(listener)
 
     @property
     def watches(self) -> int:
-        """How many watches stand."""
+        """How many watches stand, of all clients together."""
         return len(self._subscriptions)
 
     @property
     def leases(self) -> dict[int, int]:
-        """The leases that there are, and the TTL of each."""
+        """The leases that there are, and the TTL of each in seconds."""
         return self._leases.ttls
 
     # -- what a test does to it ---------------------------------------------------------------------------------------
 
-    def set_full(self, full: bool, let_in: int) -> None:
-        """Whether its quota is used up, and how many requests it had let in before that."""
+    def set_no_space(self, full: bool, *, let_in: int = 0) -> None:
+        """Whether the quota is used up, so that puts and new leases are refused with EtcdNoSpace.
+
+        Args:
+            let_in: so many of the next ones are made all the same, and raise EtcdNoSpace too: etcd does so with those
+                that it had let in when others used up the quota.
+        """
         with self._changed:
             self._full, self._let_in = full, let_in if full else 0
 
@@ -279,11 +293,12 @@ class Backend:
             self._elect()
 
     def snapshot(self) -> Snapshot:
+        """What it holds now, for `rewind()`."""
         with self._changed:
             return Snapshot(self._keys.copy(), self._leases.copy())
 
     def rewind(self, snapshot: Snapshot) -> None:
-        """Hold again what it held then."""
+        """Go back to what it held then, as an etcd does that lost its last writes. Watches are interrupted."""
         with self._changed:
             self._keys, self._leases = snapshot.keys.copy(), snapshot.leases.copy()
             self._interrupt()
@@ -304,7 +319,7 @@ class Backend:
         if not self._full:
             return False
         if not self._let_in:
-            raise EtcdNoSpace(NO_SPACE)
+            raise errors.EtcdNoSpace(NO_SPACE)
         self._let_in -= 1
         return True
 
@@ -359,8 +374,6 @@ class Backend:
         """Seconds until something is due; None when nothing is."""
         if self._down:
             return None
-        due = [entry[0] for entry in self._late[:1]]
-        scan = self._leases.next_scan()
-        if scan is not None:
-            due.append(scan)
-        return max(min(due) - now, 0) if due else None
+        due = [*(entry[0] for entry in self._late[:1]), self._leases.next_scan()]
+        first = min((at for at in due if at is not None), default=None)
+        return None if first is None else max(first - now, 0)

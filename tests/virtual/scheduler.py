@@ -94,7 +94,7 @@ _LAST_STEPS: Final = 1000
 
 
 class Scheduler:
-    """A `concurrency.Runtime` for one run.
+    """A world of `concurrency` for one run.
 
     Args:
         seed: decides who goes on at each point of preemption.
@@ -206,7 +206,7 @@ class Scheduler:
         for."""
         return [self._describe(task) for task in self._tasks if task.process not in but]
 
-    # -- Runtime ------------------------------------------------------------------------------------------------------
+    # -- for `ftcoord.concurrency` -------------------------------------------------------------------------------------
 
     def now(self) -> float:
         rates = self._processes.rates

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ftcoord import concurrency
-from ftcoord.errors import ClientClosed
+from ftcoord import concurrency, errors
 from ftcoord.etcd.api import Batch, Began, Event, Span, WatchItem
 from virtual.backend import Backend, Subscription
 
@@ -41,6 +40,7 @@ class MemoryWatch:
 class _Source:
     """One watch of etcd's, and who hears of it. Those who watch the same keys from now on share one."""
 
+    key: object
     span: Span
     deletes_only: bool
     next_revision: int
@@ -64,8 +64,7 @@ class MemoryWatches:
         self._backend, self._loses = backend, loses
         self._lock = concurrency.lock("MemoryWatches._lock")
         self._inbox = concurrency.inbox()
-        self._sources: dict[_Source, None] = {}  # guarded by _lock, as all below; a source's fields too
-        self._shared: dict[tuple[Span, bool], _Source] = {}
+        self._sources: dict[object, _Source] = {}  # guarded by _lock, as all below; a source's fields too
         self._connected = True
         self._closed = False
         self._thread: concurrency.Thread | None = None
@@ -76,8 +75,11 @@ class MemoryWatches:
         """See `ftcoord.etcd.api.Etcd.watch`."""
         with self._lock:
             if self._closed:
-                raise ClientClosed("this etcd client was closed; make a new one")
-            source = self._source(span, start_revision, deletes_only)
+                raise errors.ClientClosed("this etcd client was closed; make a new one")
+            key = object() if start_revision else (span, deletes_only)
+            if (source := self._sources.get(key)) is None:
+                source = self._sources[key] = _Source(key, span, deletes_only, start_revision)
+                self._subscribe(source)
             watch = MemoryWatch(self, source, deliver)
             source.watchers += (watch,)
             stands_since = source.next_revision - 1 if source.stood else None
@@ -100,7 +102,7 @@ class MemoryWatches:
         """Interrupt every watch. What is on its way to the thread is still delivered."""
         with self._lock:
             self._connected = False
-            for source in self._sources:
+            for source in self._sources.values():
                 self._unsubscribe(source)
 
     def connect(self) -> None:
@@ -114,12 +116,12 @@ class MemoryWatches:
         """End every watch, which is told ClientClosed on this thread. Idempotent."""
         with self._lock:
             self._closed = True
-            sources = list(self._sources)
+            sources = list(self._sources.values())
             for source in sources:
                 self._drop(source)
             thread, self._thread = self._thread, None
         for source in sources:
-            source.deliver(ClientClosed("this etcd client was closed; make a new one"))
+            source.deliver(errors.ClientClosed("this etcd client was closed; make a new one"))
         if thread is not None:
             self._inbox.put(None)
             if thread is not concurrency.current_thread():
@@ -127,27 +129,11 @@ class MemoryWatches:
 
     # -- with the lock held -------------------------------------------------------------------------------------------
 
-    def _source(self, span: Span, start_revision: int, deletes_only: bool) -> _Source:
-        """A new one, unless there is one from now on already."""
-        known = self._shared.get((span, deletes_only)) if start_revision == 0 else None
-        if known is not None:
-            return known
-        source = _Source(span, deletes_only, start_revision)
-        self._sources[source] = None
-        if start_revision == 0:
-            self._shared[span, deletes_only] = source
-        self._subscribe(source)
-        return source
-
-    def _drop(self, source: _Source) -> bool:
-        """Forget a source; whether it was known still."""
+    def _drop(self, source: _Source) -> None:
+        """Forget a source."""
         self._unsubscribe(source)
-        if self._shared.get((source.span, source.deletes_only)) is source:
-            del self._shared[source.span, source.deletes_only]
-        if source not in self._sources:
-            return False
-        del self._sources[source]
-        return True
+        if self._sources.get(source.key) is source:
+            del self._sources[source.key]
 
     def _subscribe(self, source: _Source) -> None:
         if self._connected:
@@ -174,14 +160,14 @@ class MemoryWatches:
     def _resume(self, interrupted: Subscription | None) -> None:
         """Go on with the source whose watch was interrupted, or with all of them."""
         with self._lock:
-            for source in self._sources:
+            for source in self._sources.values():
                 if interrupted is None or source.subscription is interrupted:
                     self._unsubscribe(source)
                     self._subscribe(source)
 
     def _handle(self, source: _Source, subscription: Subscription, item: WatchItem) -> None:
         with self._lock:
-            if source not in self._sources or source.subscription is not subscription:
+            if self._sources.get(source.key) is not source or source.subscription is not subscription:
                 return
             if isinstance(item, Began):
                 source.next_revision = source.next_revision or item.revision + 1

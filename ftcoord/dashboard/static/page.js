@@ -1,7 +1,7 @@
 // The page. Everything that comes from etcd becomes a text node: nothing is ever parsed as HTML.
 const STALE_AFTER = 15000; // milliseconds; the server sends a report every 5 s
 const MOODS = {
-  good: ["running", "training", "finished", "live", "healthy"],
+  good: ["running", "training", "finished", "stopped", "live", "healthy"],
   busy: ["forming", "seating", "seated", "waiting", "asking", "called back", "spare", "idle", "opening", "empty"],
   bad: ["failed", "degraded", "unreadable", "away", "refused", "missing", "lost", "needs a look",
     "leaving", "died", "expired", "closed"],
@@ -244,7 +244,7 @@ function whyCell(row) {
 }
 const eventColumns = [
   column("time", (row) => row.at ? new Date(row.at * 1000).toLocaleString() : "", "short"),
-  column("what", (row) => row.kind === "closed" && row.reason.startsWith("finished") ? word(row.kind, "good") : word(row.kind)),
+  column("what", (row) => row.kind === "closed" && /^(finished|stopped)/.test(row.reason) ? word(row.kind, "good") : word(row.kind)),
   column("of", (row) => `${row.group === "quorums" ? "quorum" : "round"} ${row.number}`, "short"),
   column("who"), column("why", whyCell), number("revision"),
 ];

@@ -76,12 +76,8 @@ def main() -> None:
     assert (inner.aborts, group.errored()) == (3, None), "who aborts it knows why"
     configure(5)
     broken = MemoryError("made by the test")
-    watch.on_failed(4, broken)
-    assert group.failure is None, "the failure comes late"
-    watch.on_failed(5, broken)
+    watch.on_failed(broken)
     assert (group.failure, group.errored()) == (broken, None), "the step goes on without a watch"
-    configure(6)
-    assert group.failure is None
     group.shutdown()
     assert watch.closed
     print("done")

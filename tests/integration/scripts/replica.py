@@ -71,7 +71,7 @@ class Process:
         """How many ranks of a manager in this process wait for the others."""
         group = RankGroup.at(manager.partition("#")[0])
         assert group is not None
-        return len(group._barrier._there)
+        return len({rank for rank, _ in group._requests._waiting.copy().values()})
 
     def _rank(self, manager: str, rank: int) -> ManagerClient:
         if (manager, rank) not in self._ranks:

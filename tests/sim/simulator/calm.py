@@ -10,18 +10,24 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from simulator.faults import WORKER_FAILURE
 from simulator.oracles import require
-from simulator.roles import Agent
+from simulator.roles import Agent, Trainer
 from simulator.world import LEASE_TTL, Process, World
 
 AT_ONCE: Final = 1.0
 """Seconds within which the others hear of something, where messages take no time."""
+ANSWERED_WITHIN: Final = 3.0
+"""Seconds from when all ask: an office that ends is held again after two, and an ask comes again after five."""
+TROUBLES: Final = 6
 REFUSED_WITHIN: Final = 4.0 * LEASE_TTL
 """Seconds: who has other limits waits for twice the TTL of a lease, which may have been granted just before."""
 
 
 def keep_promises(world: World) -> None:
-    """Try one of them, if all agents work in one round that etcd knows of."""
-    if world.plan.network.loses_nothing and not world.to_come and _are_together(world):
+    """Try one of them, if all agents work in one round that etcd knows of; and that all who ask are answered."""
+    if not world.plan.network.loses_nothing or world.to_come:
+        return
+    _all_who_ask_are_answered(world, random.Random(f"{world.plan.seed} asks"))
+    if _are_together(world):
         promise = PROMISES[world.plan.seed % len(PROMISES)]
         world.note(promise.__doc__)
         promise(world, random.Random(f"{world.plan.seed} promise"))
@@ -90,6 +96,31 @@ def _stay(world: World, seconds: float, oracle: str, agents: list[tuple[Process,
     record = world.oracles.rounds.record
     stay = record is not None and not record.recalled and [role.now for _, role in there] == before
     require(oracle, stay, lambda: f"{before} were called back: {record}")
+
+
+def _all_who_ask_are_answered(world: World, draw: random.Random) -> None:
+    """Connections end, leases and the office are lost. Whoever asks is answered as soon as all ask, and nobody else."""
+    trainers: list[tuple[Process, Trainer]] = [(one, role) for one, role in world.of(Trainer) if role.replicas]
+    names = {(process.name, name) for process, role in trainers for name in role.told_at}
+    if len(names) < max(world.job.min_replicas, 1):
+        return
+    world.oracles.quorums.all_is_well = True
+    for _ in range(TROUBLES):
+        office, what = world.office(world.job.prefix), draw.choice(("office", "lease", "connection", "connection"))
+        replica = draw.choice(draw.choice(trainers)[1].replicas)
+        if what == "office" and office is not None:
+            world.etcd.expire(office.lease)
+        elif what == "lease" and replica.joined:
+            world.etcd.expire(replica._participant.lease)
+        else:
+            world.sockets.break_one(draw)
+        until = world.scheduler.time + draw.uniform(0, 2 * ANSWERED_WITHIN)
+        while world.scheduler.time < until:
+            world.scheduler.sleep(0.1)
+            waits, late = world.oracles.quorums.waits, world.scheduler.time - ANSWERED_WITHIN
+            all_wait = all(one in waits and waits[one][0] < late and not waits[one][1] for one in names)
+            require("all who ask are answered", not all_wait, lambda waits=waits: f"all ask since {waits}")
+    world.oracles.quorums.all_is_well = False
 
 
 PROMISES: Final[tuple[Callable[[World, random.Random], None], ...]] = (

@@ -12,7 +12,7 @@ from virtual.keyspace import KeySpace
 
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Batch, Get, KeyValue, Span
-from ftcoord.primitives.mirror import Mirror, Posted
+from ftcoord.primitives.mirror import Mirror
 from simulator.stubs import replacing
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Copies:
             known = self._mirrors.get(mirror)
             noted = self._mirrors[mirror] = _Noted(self._world.scheduler.process_now)
             if known is None:
-                mirror._post = self._noting(mirror._post)
+                mirror._post = self._noting(mirror)
             else:
                 noted.news = known.news
             start(mirror, revision, *given)
@@ -71,14 +71,16 @@ class Copies:
             put(Mirror, "_start", starting)
             yield
 
-    def _noting(self, post: Callable[[Mirror, Posted], None]) -> Callable[[Mirror, Posted], None]:
-        def posting(mirror: Mirror, posted: Posted) -> None:
-            noted = self._mirrors[mirror]
-            if isinstance(posted.item, Batch):
-                noted.revision = posted.item.events[-1].kv.mod_revision
+    def _noting(self, mirror: Mirror) -> Callable[[Any], None]:
+        post, itself = mirror._post, weakref.ref(mirror)
+
+        def posting(apply: Any) -> None:
+            noted, item = self._mirrors[itself()], apply.args[-1]  # type: ignore[index]  # who posts is there
+            if isinstance(item, Batch):
+                noted.revision = item.events[-1].kv.mod_revision
             else:
-                noted.news = posted.item
-            post(mirror, posted)
+                noted.news = item
+            post(apply)
 
         return posting
 

@@ -16,7 +16,7 @@ from ftcoord import errors as ftcoord_errors
 from ftcoord.core.layout import KEY_PREFIX, death_key, decided_key, decider_key, member_id, member_key, members_span
 from ftcoord.core.rendezvous_records import JoinRequest, WorkerFailure, parse_join_request
 from ftcoord.etcd.api import Get, Put, Span
-from ftcoord.operator.orders import drain
+from ftcoord.operator.orders import Order, planned
 from simulator.oracles import GARBAGE, is_member_key, require
 from simulator.plan import PlannedFault
 from simulator.roles import ROLES, Agent
@@ -214,9 +214,9 @@ class Faults:
             return ""
         leaver = draw.choice(asks)
         with contextlib.suppress(ftcoord_errors.EtcdNoSpace, ftcoord_errors.StateError):
-            to = self._world.observer, KEY_PREFIX, "run", leaver.node
-            done = drain(*to, reason="was drained", by="somebody", timeout=CALL_TIMEOUT, force=True)
-            return f"{leaver.host} is drained" if done.did else ""
+            order = Order("drain", "run", leaver.node, "somebody", "", force=True)
+            done = planned(self._world.observer, KEY_PREFIX, order, CALL_TIMEOUT)[1]()
+            return f"{leaver.host} is drained" if done["did"] else ""
         return ""
 
     # -- the network --------------------------------------------------------------------------------------------------

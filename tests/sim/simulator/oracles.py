@@ -26,8 +26,8 @@ from ftcoord.core.layout import (
 )
 from ftcoord.core.office import parse_office
 from ftcoord.core.quorum_records import QuorumRecord, ReplicaRecord, parse_quorum, parse_replica
+from ftcoord.core.rendezvous import Restart
 from ftcoord.core.rendezvous_records import Round, parse_decided, seated
-from ftcoord.core.round_situation import Restart
 from ftcoord.core.store_values import plain
 from ftcoord.errors import StateError
 from ftcoord.etcd.api import Event, KeyValue
@@ -188,6 +188,10 @@ class QuorumOracle:
         self._asked_since: dict[tuple[str, int], float] = {}
         self._asks_since: dict[tuple[str, str], float] = {}
         """By process and replica: since when it has asked. etcd may receive that much later."""
+        self.waits: dict[tuple[str, str], tuple[float, bool]] = {}
+        """By process and replica that waits for an answer: since when, and whether it lets nobody new in."""
+        self.all_is_well = False
+        """Whether what somebody asks no more is soon withdrawn."""
         self._had_accident = False
 
     def accident(self) -> None:
@@ -233,6 +237,9 @@ class QuorumOracle:
         names = [one.request.replica_id for one in new.seats]
         require("S5 no quorum is empty", names, f"quorum {new.number}")
         require("S1 one seat for each", len(set(names)) == len(names), f"quorum {new.number}: {names}")
+        if self.all_is_well:
+            absent = {*names} - {name for _, name in self.waits}
+            require("who has a seat has asked", not absent, f"quorum {new.number}: {absent} wait for none")
         if self._had_accident:
             return
         if old is not None:
@@ -271,9 +278,10 @@ class QuorumOracle:
         for event in events:
             self.member(event, now)
 
-    def asks(self, process: str, name: str, now: float) -> None:
+    def asks(self, process: str, name: str, now: float, *, shrinks: bool = False) -> None:
         """A replica begins to ask for a quorum."""
         self._asks_since[process, name] = now
+        self.waits[process, name] = now, shrinks
 
     def left(self, process: str, name: str) -> None:
         """A replica has left the job: what comes next in this process is another one, and knows nothing."""
@@ -282,6 +290,7 @@ class QuorumOracle:
     def told(self, process: str, name: str, quorum: QuorumRecord) -> None:
         """A replica was told of a quorum."""
         before = self._told.get((process, name))
+        self.waits.pop((process, name), None)
         require("a replica is in its quorum", name in quorum.names, f"{process}: {quorum.number}")
         if before is not None:
             require("S2 quorums only grow", quorum.number > before.number, f"{process}: {quorum.number} again")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from ftcoord.core.round_situation import Restart
+from ftcoord.core.rendezvous import Restart
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ftcoord import concurrency
-from ftcoord.coordination import asks
+from ftcoord.coordination import ask_desk, ask_line
 from ftcoord.coordination.port import Frame, Handler, WrongKey
 from simulator.stubs import replacing
 
@@ -38,11 +38,10 @@ class Sockets:
     def installed(self) -> Iterator[None]:
         """In place of sockets."""
         with replacing() as put:
-            put(asks, "listen_for", lambda _job: self._listen())
-            put(asks, "stop_listening", lambda _listener: None)
-            put(asks, "Port", lambda *given, **named: Port(self, *given, **named))
-            put(asks, "Peer", _End)
-            put(asks, "Line", self._connect)
+            put(ask_desk, "listen_for", lambda _job: self._listen())
+            put(ask_desk, "stop_listening", lambda _listener: None)
+            put(ask_desk, "Port", lambda *given, **named: Port(self, *given, **named))
+            put(ask_line, "Line", self._connect)
             yield
 
     def killed(self, process: Process) -> None:
@@ -53,6 +52,13 @@ class Sockets:
         for address, port in [*self.ports.items()]:
             if port.owner is process:
                 del self.ports[address]
+
+    def break_one(self, draw: random.Random) -> None:
+        """An asker's end is reset; the other end learns of it when another connection may already stand."""
+        if ends := [one for one in self._ends if one.port is None and one.is_open]:
+            end = draw.choice(ends)
+            end.lingers = draw.uniform(0, 1)
+            end.close()
 
     def _listen(self) -> tuple[str | None, str]:
         if self._world.plan.by_key:
@@ -112,7 +118,7 @@ class _End:
         self.port: Port | None = None
         self._sent: Any = concurrency.inbox()
         self._received: Any = concurrency.inbox()
-        self.is_open = True
+        self.is_open, self.lingers = True, 0.0
 
     def start(self) -> None:
         """Have a thread of the network carry what is sent."""
@@ -150,7 +156,7 @@ class _End:
         frame: Frame | None = Frame("", b"")
         while frame is not None:
             frame = self._sent.get()
-            self._network.sleep(self._network.delay())
+            self._network.sleep(self._network.delay() + (self.lingers if frame is None else 0))
             waited = 0.0
             while not self._network.passes(self.owner, self.other.owner) and waited < GIVES_UP:
                 self._network.sleep(LOOKS)
@@ -164,17 +170,7 @@ class _End:
 class Port:
     """In place of `ftcoord.coordination.port.Port`."""
 
-    def __init__(
-        self,
-        network: Sockets,
-        listener: str,
-        key: bytes,
-        handler: Handler,
-        *,
-        name: str,
-        hint: str,
-        failed: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, network: Sockets, listener: str, key: bytes, handler: Handler) -> None:
         self.owner, self.key, self.is_closed = network._world.asking, key, False
         self._network, self._address, self._handler = network, listener, handler
         self.ends: list[_End] = []
@@ -184,7 +180,7 @@ class Port:
         self._is_busy = False
         self._wakes = concurrency.event()
         network.ports[listener] = self
-        self._thread = concurrency.thread(self._run, name)
+        self._thread = concurrency.thread(self._run, handler.name)
         self._thread.start()
 
     @property

@@ -21,8 +21,7 @@ from ftcoord import concurrency
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.rendezvous_records import FAILED, FINISHED
 from ftcoord.errors import EtcdError, StateError
-from ftcoord.rendezvous import handler as handlers
-from ftcoord.rendezvous import node as nodes
+from ftcoord.rendezvous import handler as handlers, node as nodes
 from ftcoord.store import EtcdStore
 from simulator.managed_roles import Group
 from simulator.oracles import STORE, StartedRound, Violation
@@ -58,12 +57,7 @@ class Agent(Role):
         settings = replace(settings, local_addr=process.name)  # of a restarted process that is no name of a host
         while not process.leaves.is_set():
             handler = handlers.EtcdRendezvousHandler(settings, Hold(process.client))
-            handler._resources.node = nodes.Node(
-                process.client,
-                settings,
-                process.name,
-                process.name,
-            )
+            handler._resources.node = nodes.Node(process.client, settings, process.name, process.name)
             try:
                 handler.prepare()
                 self.handler = handler
@@ -199,6 +193,7 @@ class Trainer(Role):
         """By replica: its last quorum,"""
         self.told_at: dict[str, float] = {}
         """and when it got that. Each has a time from the beginning on."""
+        self.replicas: list[Replica] = []
 
     def live(self, process: Process) -> None:
         slot = process.name.partition(".")[0]
@@ -214,6 +209,7 @@ class Trainer(Role):
 
     def _train(self, process: Process, name: str, draw: random.Random) -> None:
         replica = Replica(process.client, self.world.job, name, keeps_lease=True)
+        self.replicas.append(replica)
         step, data = 0, draw.choice(("", '{"data": 1}'))
         pause = draw.choice((0.2, LONGEST_STEP))
         while not process.leaves.is_set():
@@ -229,7 +225,7 @@ class Trainer(Role):
                 data=data,
                 commit_failures=failures,
             )
-            self.world.oracles.quorums.asks(process.name, name, self.world.scheduler.time)
+            self.world.oracles.quorums.asks(process.name, name, self.world.scheduler.time, shrinks=shrinks)
             try:
                 told = replica.ask(request, concurrency.now() + draw.choice((3.0, 20.0)))
             except TimeoutError:
@@ -243,6 +239,9 @@ class Trainer(Role):
             process.check(self.world.oracles.quorums.told, name, told)
             step += 1
             process.rest(self.world.plan.pace * draw.uniform(0, pause))
+            with contextlib.suppress(EtcdError, TimeoutError):  # as who shows between two steps that it lives
+                replica.beat(concurrency.now() + 1)
+            process.rest(0.1)
         replica.leave(1)
 
     @classmethod

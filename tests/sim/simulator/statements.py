@@ -17,10 +17,18 @@ from virtual import Scheduler
 import ftcoord.coordination
 import ftcoord.primitives
 import ftcoord.rendezvous
+import ftcoord.stop
 import ftcoord.store
 import ftcoord.timer
 
-ROOMS: Final = (ftcoord.primitives, ftcoord.rendezvous, ftcoord.coordination, ftcoord.store, ftcoord.timer)
+ROOMS: Final = (
+    ftcoord.primitives,
+    ftcoord.rendezvous,
+    ftcoord.coordination,
+    ftcoord.stop,
+    ftcoord.store,
+    ftcoord.timer,
+)
 """Whose modules have threads that share something."""
 _HOOK: Final = "__between_statements__"
 
@@ -104,6 +112,7 @@ def functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
         elif isinstance(one, type) and one.__module__ == module.__name__:
             for inner in vars(one).values():
                 inner = inner.fget if isinstance(inner, property) else getattr(inner, "__func__", inner)
+                inner = inner.func if isinstance(inner, functools.cached_property) else inner
                 if isinstance(inner, types.FunctionType):
                     yield inspect.unwrap(inner)
 

@@ -9,6 +9,7 @@ import random
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import invariants
@@ -115,6 +116,10 @@ class SentinelStub:
             self._tell(order)
 
     @property
+    def pid(self) -> int | None:
+        return 1 if self.is_running else None
+
+    @property
     def stands_by(self) -> frozenset[int]:
         """The leases that it gives up when the process dies."""
         return frozenset(self._kept)
@@ -183,8 +188,8 @@ def installed(
         def __init__(self, _address: str) -> None:
             self.port = ports.next()
 
-        def serve(self) -> None:
-            return None
+        def serve(self) -> Any:
+            return SimpleNamespace(check=lambda _: False, set=lambda *_: None)
 
         def release(self) -> None:
             pass

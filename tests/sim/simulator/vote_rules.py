@@ -1,6 +1,6 @@
 """What a vote may come to, judged by the calls of the ranks alone: who called when, with which vote, and was told what.
 
-Written apart from `ftcoord.core.vote`: the manager's own memory is not looked at.
+Written apart from `ftcoord.coordination.ranks`: the manager's own memory is not looked at.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class Process:
     def trusts(self, lease: KeptLease) -> bool:
         """Whether it takes a lease of its own for alive, by its own clock: nobody asks it."""
         now = self.clock_at(self.world.scheduler.time)
-        return lease._phase is not _Phase.LOST and lease._times.state(now) is SessionState.CONNECTED
+        return lease._phase is not _Phase.LOST and lease.times.state(now) is SessionState.CONNECTED
 
     def clock_at(self, time: float) -> float:
         """What its monotonic clock says at a time of the world's."""

@@ -19,13 +19,13 @@ MUTANTS: Final = (
     # -- writes -------------------------------------------------------------------------------------------------------
     Mutant(
         "a record is replaced without its guard", "ftcoord.primitives.write_once",
-        "compares = [unchanged(put.key, expected.mod_revision if expected else 0), *guards]", "compares = [*guards]",
-        ALL,
+        "compares = [api.unchanged(put.key, expected.mod_revision if expected else 0), *guards]",
+        "compares = [*guards]", ALL,
     ),
     # -- the store ----------------------------------------------------------------------------------------------------
     Mutant(
         "a store's change is not fenced", "ftcoord.primitives.write_once",
-        "guards=[*guards, *(fence.guard for fence in self._fences)],", "guards=guards,", ROUNDS,
+        "guards=[*guards, *map(api.exists, self._fences)],", "guards=guards,", ROUNDS,
     ),
     Mutant(
         "a change whose answer was lost is made again", "ftcoord.primitives.write_once",
@@ -44,7 +44,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a member that leaves does not revoke its lease", "ftcoord.primitives.session",
-        "if kept.state is not SessionState.LOST:", "if False:", ALL,
+        "if self.state is not SessionState.LOST:", "if False:", ALL,
     ),
     Mutant(
         "a sentinel does not give up leases", "ftcoord.primitives.sentinel_main",
@@ -69,12 +69,12 @@ MUTANTS: Final = (
         "return since + (whole if many else min(MOMENT, whole))", "return -inf", ("rounds",),
     ),
     Mutant(
-        "nodes with other limits count", "ftcoord.core.round_situation",
-        "if newest[ask.node] is member and ask.limits == limits:", "if newest[ask.node] is member:", ("rounds",),
+        "nodes with other limits count", "ftcoord.core.rendezvous",
+        "newest[ask.node] is member and ask.limits == self.limits:", "newest[ask.node] is member:", ("rounds",),
     ),
     Mutant(
         "a run that finished is started again", "ftcoord.core.rendezvous",
-        'return restart == "always" or (restart == "failed" and closed.outcome == records.FAILED)',
+        'return restart == "always" or (restart == "failed" and closed.outcome in (records.FAILED, records.STOPPED))',
         'return restart != "never"', ENDS,
     ),
     # -- quorums ------------------------------------------------------------------------------------------------------
@@ -91,23 +91,31 @@ MUTANTS: Final = (
         "if any(answered.get(member, 0) >= asked for member in me):",
         "if any(count >= asked for count in answered.values()):", QUORUMS,
     ),
+    Mutant(
+        "a request that nobody waits for is written again", "ftcoord.coordination.policy",
+        "self._closed = self._asked\n", "pass\n", QUORUMS,
+    ),
+    Mutant(
+        "the end of a connection withdraws what came on the next one", "ftcoord.core.asks",
+        "if held.via == via:", "if held.via.process == via.process:", ("whole jobs",),
+    ),
     # -- the group ----------------------------------------------------------------------------------------------------
     Mutant(
         "a decision is not guarded by the office", "ftcoord.primitives.group.group",
         "self._record.publish(decision, (self._office.guard,))", "self._record.publish(decision, ())", ROUNDS,
     ),
     Mutant(
-        "a stuck decider keeps the office", "ftcoord.primitives.group.office",
-        "self._sentinel.rest(self._lease.id)", "pass", ("quorums",),
+        "a stuck decider keeps the office", "ftcoord.primitives.group.record",
+        "sentinel=sentinel, rests=True)", "sentinel=sentinel)", ("quorums",),
     ),
     Mutant(
-        "a lost key is no lost lease", "ftcoord.primitives.group.member_key",
+        "a lost key is no lost lease", "ftcoord.primitives.group.group",
         "if now is None or not is_member(now) or now.value not in (kv.value, *sent):", "if False:", ACCIDENTS,
     ),
     Mutant(
-        "a deleted record calls nobody back", "ftcoord.primitives.group.membership",
-        "record = self._parse(kv.key, kv.value) if kv else None",
-        "record = self._parse(kv.key, kv.value) if kv else self.record", ("accidents of rounds",),
+        "a deleted record calls nobody back", "ftcoord.primitives.group.participant",
+        "record = self._of._use.parse(kv.key, kv.value) if kv else None",
+        "record = self._of._use.parse(kv.key, kv.value) if kv else self.record", ("accidents of rounds",),
     ),
     Mutant(
         "a number is given again", "ftcoord.core.quorum",
@@ -116,13 +124,14 @@ MUTANTS: Final = (
     ),
     # -- votes --------------------------------------------------------------------------------------------------------
     Mutant(
-        "two calls of one rank count as two ranks", "ftcoord.core.vote",
-        "len({vote.rank for vote in cast}) < world_size", "len(cast) < world_size", VOTES,
+        "two calls of one rank count as two ranks", "ftcoord.coordination.ranks",
+        "len({one for one, _ in self._waiting.values()}) < self._world_size",
+        "len(self._waiting) < self._world_size", VOTES,
     ),
     Mutant(
         "a group asks for a rank that has given up", "ftcoord.coordination.ranks",
-        "if calls.pop(future, None) is not None and not calls:",
-        "if calls.get(future) is not None and not calls:", VOTES,
+        "return self._waiting.pop(future, None) is not None",
+        "return self._waiting.get(future) is not None", VOTES,
     ),
     # -- timers -------------------------------------------------------------------------------------------------------
     Mutant(

@@ -1,4 +1,4 @@
-"""What clients, servers and heartbeats refuse before any socket is opened, and what an agent tells its workers."""
+"""Timers and heartbeats: what is refused before any socket is opened, what an agent tells its workers, and records."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from held import TIMER
+from held import TIMER, WORKER, expired_kv, timers_kv
 from helpers import pem
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import ftcoord
 from ftcoord.config import EtcdConfig
-from ftcoord.core.timers import MOST_TIMERS, Timer, Worker, parse_timers
-from ftcoord.errors import ConfigError
+from ftcoord.core import timers as records
+from ftcoord.core.layout import heartbeat_key, is_expired_key
+from ftcoord.core.timers import MOST_TIMERS, HeldTimers, Timer, Worker, parse_timers
+from ftcoord.errors import ConfigError, StateError
+from ftcoord.heartbeat import Beat, HeartbeatEvent, Roll, encode, parse_beat
 from ftcoord.rendezvous.backend import create_backend
-from ftcoord.timer import VARIABLE, Ledger, describe, holds, inherited, this_process
-from ftcoord.timer import etcd_timer as client_module
+from ftcoord.timer import VARIABLE, Ledger, describe, etcd_timer as client_module, holds, inherited, this_process
 
 NOWHERE = "127.0.0.1:1"
 
@@ -154,19 +156,6 @@ def test_a_process_holds_so_many_timers_and_no_more(timers: tuple[client_module.
     assert (key.written[-1].scope, key.written[-1].slot) == ("one more", 7)
 
 
-def test_a_time_is_counted_from_now_on_the_monotonic_clock(
-    timers: tuple[client_module.EtcdTimerClient, Key], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, key = timers
-    true_time = time.time
-    monkeypatch.setattr(time, "time", lambda: true_time() + 3600)
-    for after in (60, -60):
-        client.acquire("scope", time.time() + after)
-        (timer,) = key.written
-        assert timer.until_ms / 1000 - time.monotonic() == pytest.approx(max(after, 0), abs=20)
-        assert timer.wall_ms / 1000 - time.time() == pytest.approx(max(after, 0), abs=20)
-
-
 def test_the_ledger_shows_at_once_what_this_very_process_holds() -> None:
     ledger = Ledger("/run")
     me = this_process(ledger.fd)
@@ -236,3 +225,55 @@ def test_a_worker_that_nobody_told() -> None:
     for text in ("{", "[]", "{}", '{"prefix": "/p", "endpoints": ["h"]}'):
         with pytest.raises(ConfigError, match=VARIABLE):
             inherited({VARIABLE: text})
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+KEY, VALUE = timers_kv("/run").key, timers_kv("/run").value
+MOST_BYTES = 1024 * 1024
+"""Of a value that etcd takes on default settings (1.5 MiB), with the rest of the request."""
+
+
+def test_a_record_of_timers_comes_back() -> None:
+    assert KEY == "/run/timers/h1/0000000000000001"
+    assert records.parse_timers(KEY, VALUE) == HeldTimers(WORKER, (TIMER,))
+    assert records.parse_timers(KEY, records.encode(HeldTimers(WORKER, ()))).timers == ()
+    assert [is_expired_key(key) for key in (KEY, expired_kv("/run").key)] == [False, True]
+
+
+def test_the_longest_record_is_not_too_long_for_etcd() -> None:
+    longest = replace(TIMER, scope="\U0001f600" * records.LONGEST_SCOPE)
+    assert len(records.encode(HeldTimers(WORKER, (longest,) * MOST_TIMERS))) < MOST_BYTES
+
+
+def test_on_its_own_host_a_timer_is_told_by_the_monotonic_clock() -> None:
+    info = records.inform(WORKER, replace(TIMER, until_ms=5_009_000), "h1", now=5006.0, wall=0.0)
+    assert (info.host, info.pid, info.rank, info.scope) == ("node7", 7, 3, "step")
+    assert (info.age, info.left) == (2.0, 3.0)
+
+
+def test_elsewhere_it_is_told_by_the_wall_clocks() -> None:
+    info = records.inform(replace(WORKER, rank=-1), TIMER, "h2", now=0.0, wall=1001.0)
+    assert (info.age, info.left, info.rank) == (2.0, 3.0, None)
+
+
+def test_a_beat_comes_back() -> None:
+    beat = Beat("a", '{"x":1}')
+    key = heartbeat_key("/run", "a", 0xAB)
+    assert key == "/run/heartbeats/a/00000000000000ab"
+    assert parse_beat(key, encode(beat)) == beat
+    with pytest.raises(StateError, match="no JSON"):
+        parse_beat(key, encode(Beat("a", "{")))
+
+
+def test_the_newest_alone_counts() -> None:
+    """A process that was started again lives beside the lease of the one that was killed."""
+    roll = Roll()
+    roll.note("a/1", 5, Beat("a", "1"))
+    assert roll.note("a/2", 6, Beat("a", "2")) == HeartbeatEvent("updated", "a", 2)
+    assert roll.note("a/1", 5, Beat("a", "old")) is None
+    assert roll.note("a/1", 5, Beat("a", "old", left=True)) is None
+    assert roll.note("a/2", 6, Beat("a", "2", left=True)) == HeartbeatEvent("lost", "a", 2, "left")
+    assert roll.drop("a/1", "a") is None
+    assert roll.note("a/3", 7, Beat("a", "3")) == HeartbeatEvent("joined", "a", 3)
+    assert roll.drop("a/3", "a") == HeartbeatEvent("lost", "a", 3, "expired")

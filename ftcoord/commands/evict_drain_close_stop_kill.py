@@ -1,4 +1,4 @@
-"""`ftcoord evict`, `drain`, `close` and `kill`. Each asks for confirmation, and reports what it did."""
+"""`ftcoord evict`, `drain`, `close`, `stop` and `kill`. Each asks for confirmation, and reports what it did."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def add_commands(commands: Any) -> None:
     node = Flag("NODE", "", "the node's host, node id or member id", full_text)
     add_command(commands, drain, shared.JOB, node, _REASON, _FORCE, *flags)
     add_command(commands, close, shared.JOB, _REASON, *flags)
+    add_command(commands, stop, shared.JOB, _REASON, *flags)
     replica = Flag("REPLICA", "", "the replica's id; its uuid may be left out", full_text)
     add_command(commands, kill, shared.JOB, replica, _REASON, _WAIT, *flags)
 
@@ -57,6 +58,14 @@ def close(options: argparse.Namespace) -> int:
     return _give(options)
 
 
+def stop(options: argparse.Namespace) -> int:
+    """Have all ranks of a run leave their loops at one agreed step.
+
+    For workers that ask `ftcoord.AgreedStop` in each step; others train on. The run may be started again under its id.
+    """
+    return _give(options)
+
+
 def kill(options: argparse.Namespace) -> int:
     """End the process of a replica's manager.
 
@@ -73,9 +82,8 @@ def _give(options: argparse.Namespace, name: str = "", **more: Any) -> int:
         if not options.yes:
             _ask(about)
         done = carry_out()
-    lines = [*map(neutral, done.did), *(f"left alone: {neutral(one)}" for one in done.left)]
-    Terminal.of(options).show(done, lines or ["there was nothing to do"])
-    return shared.HEALTHY if done.did else shared.NOT_DONE
+    lines = [*map(neutral, done["did"]), *(f"left alone: {neutral(one)}" for one in done["left"])]
+    return Terminal.of(options).show(done, lines or ["there was nothing to do"], bool(done["did"]))
 
 
 def _ask(what: Sequence[str]) -> None:

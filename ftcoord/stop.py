@@ -1,0 +1,230 @@
+"""A stop that all ranks agree on: preemption, a drain, a checkpoint before maintenance.
+
+Every rank leaves its loop at the same step, without a collective:
+
+1. Somebody asks: a signal at a worker or agent, `AgreedStop.request`, `ftcoord stop JOB`. The reason is in the
+   run's record first, and then in the store of the round's workers.
+2. Each rank promises a step that it does not begin without an answer: the one after that which it is in.
+3. The rank that promises last writes the answer, once: the highest promise.
+
+A rank whose loop ends promises whatever the others do. When a rank dies the round ends, and the next one asks anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from math import inf
+from types import FrameType
+from typing import Final
+
+from torch.distributed import DistError, DistStoreError, Store, TCPStore
+
+from ftcoord import concurrency
+from ftcoord.errors import ConfigError, EtcdError, StateError
+
+log = logging.getLogger(__name__)
+
+KEYS: Final = "ftcoord/stop"
+"""The prefix of the keys of an agreed stop, in the store of a round's workers."""
+ASKED: Final = f"{KEYS}/asked"
+"""The reason, from a worker: its agent has it recorded."""
+REASON: Final = f"{KEYS}/reason"
+"""The recorded reason: each rank promises a step."""
+_PROMISES, _PROMISED, _ANSWER = f"{KEYS}/promise", f"{KEYS}/promised", f"{KEYS}/answer"
+_ENDED: Final = -1
+"""The promise of a rank whose loop has ended."""
+RELAY_EVERY: Final = 0.05
+"""Seconds between two looks for a request: a store has no other way to report one to who serves it."""
+RETRY_EVERY: Final = 1.0
+_FOREVER: Final = timedelta(days=1)
+
+
+class AgreedStop:
+    """Tells each rank of a round when to leave its loop: all at the same step.
+
+        stop = AgreedStop()
+        for step in range(start, steps):
+            if stop.at(step):
+                save(step)
+                break
+
+    Make one in each worker, before its loop. Under torchrun with `etcd-v3` it needs no arguments.
+
+    Promised: `at` returns True at the same step on every rank whose loop has not ended.
+    None begins a step beyond that one.
+    Not promised: an answer while a rank neither calls `at` nor ends, as one that hangs does.
+
+    Args:
+        store: a store that all ranks share and that lives as long as they do; that of torchrun's agents if None. Its
+            keys below `ftcoord/stop` must be new.
+        rank, world_size: this process's, and the number of all; RANK and WORLD_SIZE if None.
+        signals: each asks for a stop instead of ending this process, once; the second one is handled as before. Only a
+            main thread can have them: give () elsewhere.
+
+    Raises ConfigError for arguments that are missing or wrong, and what the store raises.
+    """
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        signals: Sequence[int] = (signal.SIGTERM,),
+    ) -> None:
+        # Never change:
+        self._rank = _number("RANK") if rank is None else rank
+        self._size = _number("WORLD_SIZE") if world_size is None else world_size
+        if not 0 <= self._rank < self._size:
+            raise ConfigError("rank", self._rank, f"it must be 0 to {self._size - 1}, below the world size")
+        # A wait occupies its connection: the thread has one, and all others another.
+        self._waits, self._store = _two_of(store)
+        self._asks_at = ASKED if store is None else REASON
+        # The loop's thread and `_agree`'s share these two without a lock. Each writes its own before it reads the
+        # other's, so that at least one of them sees what the other wrote: see `_promise`.
+        self._step, self._limit = -1, inf
+        self._answer: float = inf  # set once
+        self._answered = concurrency.event()  # set when `_answer` is, or will never be
+        self.reason = ""
+        """Why the ranks stop; empty until somebody has asked."""
+        self._has_promised = concurrency.lock("AgreedStop._has_promised")  # taken by who promises, for good
+        self._old: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        for number in signals:
+            self._old[number] = signal.signal(number, self._on_signal)
+        concurrency.thread(self._agree, "ftcoord-stop").start()
+        atexit.register(self.close)
+
+    def at(self, step: int) -> bool:
+        """Whether to leave the loop before this step. Compares two numbers; waits only after a request.
+
+        Call it with rising steps, the same on all ranks, also where it returned True and the rank went on.
+        """
+        self._step = step
+        return step >= self._limit and self._is_last(step)
+
+    def request(self, reason: str) -> None:
+        """Ask all ranks to stop; the first reason counts. Raises what the store raises."""
+        self._store.compare_set(self._asks_at, "", reason or "requested by a worker")
+
+    def close(self) -> None:
+        """This rank's loop has ended: the others need not wait for it. Called at the end of the process. Idempotent."""
+        atexit.unregister(self.close)
+        for number, old in self._old.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, old)
+        self._old = {}
+        try:
+            self._put_promise(_ENDED)
+        except DistError as error:
+            log.debug("rank %d could not write that its loop has ended: %s", self._rank, error)
+
+    def _is_last(self, step: int) -> bool:
+        self._answered.wait()
+        return step >= self._answer
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Ask, on another thread: this one may hold the store's connection."""
+        signal.signal(number, self._old.pop(number))
+        reason = f"rank {self._rank} received {signal.Signals(number).name}"
+        concurrency.thread(self.request, "ftcoord-stop-request", reason).start()
+
+    # -- on a thread of its own ---------------------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        try:
+            self.reason = self._await(REASON).decode()
+            self._promise()
+            self._answer = int(self._await(_ANSWER))
+            log.info("all ranks stop at step %d: %s", self._answer, self.reason)
+        except DistError as error:  # the round is over, or the process is about to end
+            log.debug("rank %d waits for no stop any more: %s", self._rank, error)
+        self._answered.set()
+
+    def _await(self, key: str) -> bytes:
+        while True:
+            try:
+                self._waits.wait([key], _FOREVER)
+                return self._waits.get(key)
+            except DistStoreError as error:
+                if "timeout" not in str(error).lower():
+                    raise
+
+    def _promise(self) -> None:
+        """Promise the first step that this rank has not begun.
+
+        The loop may begin another step between the two statements. Then this thread reads it, or that one the limit.
+        """
+        while True:
+            limit = self._step + 1
+            self._limit = limit
+            if self._step < limit:
+                break
+        self._put_promise(limit)
+
+    def _put_promise(self, step: int) -> None:
+        if not self._has_promised.acquire(blocking=False):
+            return
+        self._store.set(f"{_PROMISES}/{self._rank}", str(step))
+        if self._store.add(_PROMISED, 1) == self._size:
+            promised = self._store.multi_get([f"{_PROMISES}/{rank}" for rank in range(self._size)])
+            self._store.compare_set(_ANSWER, "", str(max(map(int, promised))))
+
+
+class StopRelay:
+    """The part of rank 0's agent, which serves the workers' store: carries a request of a worker into the run's record,
+    and the record's into the store.
+
+    Args:
+        store: the workers' store.
+        recorded: returns the recorded reason; empty for none.
+        record: records a reason; raises EtcdError and StateError if etcd does not take it.
+    """
+
+    def __init__(self, store: Store, recorded: Callable[[], str], record: Callable[[str], None]) -> None:
+        self._store, self._recorded, self._record = store, recorded, record
+        self._closed = concurrency.event()
+        self._thread = concurrency.thread(self._relay, "ftcoord-stop-relay")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _relay(self) -> None:
+        is_recorded = False
+        while not self._closed.wait(RELAY_EVERY):
+            try:
+                if reason := self._recorded():
+                    self._store.set(REASON, reason)
+                    return
+                if not is_recorded and self._store.check([ASKED]):
+                    self._record(self._store.get(ASKED).decode())
+                    is_recorded = True
+            except (EtcdError, StateError) as error:
+                log.warning("a worker asks all ranks to stop, which could not be recorded yet, trying again: %s", error)
+                self._closed.wait(RETRY_EVERY)
+
+
+def _number(name: str) -> int:
+    """An environment variable of torchrun's workers."""
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise ConfigError(name, text or None, "torchrun sets it; elsewhere, give store, rank and world_size")
+    return int(text)
+
+
+def _two_of(store: Store | None) -> tuple[Store, Store]:
+    """Two handles of a store, each of which may block."""
+    if store is not None:
+        return store.clone(), store  # type: ignore[attr-defined]  # not among its declarations
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise StateError(
+            KEYS, "needs the store of torchrun's agents: unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE, or give a store"
+        )
+    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    return TCPStore(host, port, is_master=False), TCPStore(host, port, is_master=False)
