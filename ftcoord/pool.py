@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from ftcoord import concurrency
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+IDLE_THREAD_TIMEOUT: Final = 10.0
+"""Seconds."""
 
 
 class DaemonPool:
@@ -20,7 +24,8 @@ class DaemonPool:
     an exit handler closes would keep the process from ending.
 
     Args:
-        limit: the most threads; further calls queue. A thread is started when it is needed.
+        limit: the most threads; further calls queue. A thread is started when it is needed, and ends when it had no
+            call for IDLE_THREAD_TIMEOUT.
         name: the threads' name.
     """
 
@@ -67,11 +72,23 @@ class DaemonPool:
         self._free += 1
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._next()) is not None:
             task()
             del task  # else it would be kept until the next one comes
             with self._lock:
                 self._free += 1
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next call; None if this thread is to end."""
+        while True:
+            try:
+                return self._tasks.get(timeout=IDLE_THREAD_TIMEOUT)
+            except concurrency.Empty:
+                with self._lock:  # under which calls are queued: none has come meanwhile
+                    if self._tasks.empty() and not self._closed:
+                        self._threads.remove(concurrency.current_thread())
+                        self._free -= 1
+                        return None
 
 
 def _run(future: Future[T], call: Callable[[], T]) -> None:

@@ -92,7 +92,10 @@ class AgreedStop:
         self._answered = concurrency.event()  # set when `_answer` is, or will never be
         self.reason = ""
         """Why the ranks stop; empty until somebody has asked."""
-        self._has_promised = concurrency.lock("AgreedStop._has_promised")  # taken by who promises, for good
+        self._promising = concurrency.lock(
+            "AgreedStop._promising"
+        )  # held until the promise, and an answer, are written
+        self._has_promised = False  # guarded by it
         self._old: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         for number in signals:
             self._old[number] = signal.signal(number, self._on_signal)
@@ -116,7 +119,7 @@ class AgreedStop:
         atexit.unregister(self.close)
         for number, old in self._old.items():
             if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, old)
+                signal.signal(number, old or signal.SIG_DFL)
         self._old = {}
         try:
             self._put_promise(_ENDED)
@@ -129,7 +132,7 @@ class AgreedStop:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Ask, on another thread: this one may hold the store's connection."""
-        signal.signal(number, self._old.pop(number))
+        signal.signal(number, self._old.pop(number) or signal.SIG_DFL)  # None: not set by Python
         reason = f"rank {self._rank} received {signal.Signals(number).name}"
         concurrency.thread(self.request, "ftcoord-stop-request", reason).start()
 
@@ -167,12 +170,15 @@ class AgreedStop:
         self._put_promise(limit)
 
     def _put_promise(self, step: int) -> None:
-        if not self._has_promised.acquire(blocking=False):
-            return
-        self._store.set(f"{_PROMISES}/{self._rank}", str(step))
-        if self._store.add(_PROMISED, 1) == self._size:
-            promised = self._store.multi_get([f"{_PROMISES}/{rank}" for rank in range(self._size)])
-            self._store.compare_set(_ANSWER, "", str(max(map(int, promised))))
+        """Once. Who comes second waits: a process that ends in the middle would leave the others without an answer."""
+        with self._promising:
+            if self._has_promised:
+                return
+            self._has_promised = True
+            self._store.set(f"{_PROMISES}/{self._rank}", str(step))
+            if self._store.add(_PROMISED, 1) == self._size:
+                promised = self._store.multi_get([f"{_PROMISES}/{rank}" for rank in range(self._size)])
+                self._store.compare_set(_ANSWER, "", str(max(map(int, promised))))
 
 
 class StopRelay:

@@ -137,7 +137,8 @@ class Node:
         member = self.participant.member
         mine, now = self.round, member.record if member is not None else None
         is_last = mine is not None and now is not None and now.name == mine.name
-        if is_last and (reason := self.stop_reason):  # the others' workers may still save what they have
+        # The others' workers may still save what they have: a recall would stop them.
+        if now is not None and not now.closed and (reason := self.stop_reason):
             with contextlib.suppress(EtcdError, StateError):
                 why = f"{self.host} {STOPPED}: {reason}"
                 self.run.close(why, STOPPED, self.speaker, by=self.host, timeout=words.left())
@@ -193,7 +194,8 @@ class Node:
         """Why the ranks of its round are to stop at an agreed step; empty while they are not. For any thread."""
         member, mine = self.participant.member, self.round
         now = member.record if member is not None else None
-        return now.stop if now is not None and mine is not None and now.name == mine.name else ""
+        is_on = now is not None and mine is not None and now.name == mine.name and not now.recalled
+        return now.stop if now is not None and is_on else ""
 
     def _new_ask(self, port: int) -> JoinRequest:
         settings, after, failure = self._settings, self._highest, self.failure
