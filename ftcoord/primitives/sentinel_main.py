@@ -200,7 +200,10 @@ class Sentinel:
         return min((one.due for one in self._kept.values()), default=inf)
 
     def time_left(self) -> float:
-        """Seconds until the last of its leases has expired, if nobody renews any."""
+        """Seconds until the last of its leases has expired, if nobody renews any; infinite if it has orphans to end. A
+        process that ends closes the pipe when Python frees its objects, on a busy machine seconds before its end."""
+        if self._mark:
+            return inf
         now = concurrency.now()
         return max((one.times.sent_at + one.times.ttl - now for one in self._kept.values()), default=0.0)
 

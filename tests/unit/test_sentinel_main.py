@@ -199,18 +199,25 @@ def test_it_tries_to_bury_until_the_leases_have_ended(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("dies_after", "ends", "takes"),
-    [(CALL_TIMEOUT / 2, True, CALL_TIMEOUT / 2), (TTL * HELP_AFTER, True, TTL * HELP_AFTER), (2 * TTL, False, TTL)],
+    ("dies_after", "mark", "ends", "takes"),
+    [
+        (CALL_TIMEOUT / 2, "", True, CALL_TIMEOUT / 2),
+        (TTL * HELP_AFTER, "", True, TTL * HELP_AFTER),
+        (2 * TTL, "", False, TTL),
+        (2 * TTL, "mark", True, 2 * TTL),
+    ],
 )
 def test_a_process_that_has_closed_its_files_is_buried_if_it_dies_before_its_next_renewal(
-    monkeypatch: pytest.MonkeyPatch, dies_after: float, ends: bool, takes: float
+    monkeypatch: pytest.MonkeyPatch, dies_after: float, mark: str, ends: bool, takes: float
 ) -> None:
-    """That would start another sentinel. Nobody renews its leases meanwhile, and this one does not outlive them."""
+    """That would start another sentinel. Nobody renews its leases meanwhile, and this one does not outlive them, unless
+    it has orphans to end."""
 
     def play() -> None:
         with standing_by(monkeypatch, 2) as (sentinel, process):
             began = concurrency.now()
             process.ends_at = began + dies_after
+            sentinel.obey(Order(orphans=mark))
             assert ends_silently(process, sentinel) == ends
             assert concurrency.now() - began == pytest.approx(takes, abs=0.1)
             assert Noting.made.told == []
