@@ -82,9 +82,11 @@ class Sentinel:
         deaths: str,
         was: Sequence[str] = (),
         sent_at: float | None = None,
+        *,
+        starts: bool = True,
     ) -> None:
         """Guard a lease whose last renewal, for `ttl` seconds, was sent at that monotonic time; None for now. May be
-        repeated.
+        repeated. Without `starts`, from when a sentinel runs for whatever else: what it guards it guards all at once.
 
         If this process dies, the cause is written under `death_key(deaths, ...)`, and for the members that it `was`.
         """
@@ -100,7 +102,7 @@ class Sentinel:
             at = concurrency.now() if sent_at is None else sent_at
             order = Order(etcd=number, keep=lease_id, at=at, ttl=ttl, deaths=deaths, was=was, rests=False)
             self._kept[lease_id] = order
-            if not self._send(*orders, order):
+            if not self._send(*orders, order) and starts:
                 self._start()
 
     def rest(self, lease_id: int) -> None:
@@ -260,14 +262,9 @@ class SentinelFor:
         sentinel = Sentinel.of_process() if config is not None else None
         return None if sentinel is None or config is None else cls(sentinel, config, deaths, was)
 
-    @property
-    def runs(self) -> bool:
-        """Whether it runs, so that it costs next to nothing to have it know of one more lease."""
-        return self._sentinel.pid is not None
-
-    def keep(self, lease_id: int, ttl: float, sent_at: float) -> None:
+    def keep(self, lease_id: int, ttl: float, sent_at: float, *, starts: bool = True) -> None:
         """The lease was renewed for `ttl` seconds, by a request that was sent at that monotonic time."""
-        self._sentinel.keep(self._config, lease_id, ttl, self._deaths, self._was, sent_at)
+        self._sentinel.keep(self._config, lease_id, ttl, self._deaths, self._was, sent_at, starts=starts)
 
     def rest(self, lease_id: int) -> None:
         """The lease is not to be renewed for now."""

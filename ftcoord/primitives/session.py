@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SHORTEST_RENEWAL_TIMEOUT: Final = 0.25
 """Seconds that a renewal may take even if many others wait behind it."""
 INTRODUCED_AFTER: Final = 0.5
-"""Seconds after which the sentinel learns of a lease, unless `KeptLease.introduce` is called before. Its start costs a
+"""Seconds after which a sentinel is started for a lease, unless `KeptLease.introduce` is called before. That costs a
 tenth of a second of a processor, which a round that forms just then, and a session that ends soon, need not pay for."""
 GIVE_BACK_TIMEOUT: Final = 2.0
 """Seconds that etcd may take to revoke a lease that nobody has any longer; after that it expires."""
@@ -87,7 +87,8 @@ class KeptLease:
         self._is_introduced = sentinel is None
         due = self.times.renew_at()
         if sentinel is not None:
-            due = min(due, sent_at + (0.0 if sentinel.runs else INTRODUCED_AFTER))
+            sentinel.keep(self.id, lease.ttl, sent_at, starts=False)
+            due = min(due, sent_at + INTRODUCED_AFTER)
         self._renewer.schedule(self, due)
 
     @property

@@ -361,7 +361,7 @@ class EtcdRendezvousHandler(api.RendezvousHandler):
             if (sentinel := Sentinel.of_process()) is not None:
                 sentinel.end_orphans(children.mark)
             if member is not None:
-                member.group.introduce()
+                member.session.introduce()
         if concurrency.is_main_thread():  # as an agent's: the watch looks for its workers again and again
             self._resources.watch_workers(round_, children, starting=True)
 

@@ -87,7 +87,7 @@ def test_the_others_go_on_when_one_is_killed_in_the_middle_of_a_step(etcd: EtcdS
 
         (hung,) = eventually(lambda: [one for one in victim.said() if "hangs" in one], "one hangs", PATIENCE)
         eventually(lambda: all_said(enters=hung["hangs"], size=4), "the others are in that step")
-        threading.Event().wait(2 * INTRODUCED_AFTER)  # else the sentinel may not know of the office yet
+        threading.Event().wait(2 * INTRODUCED_AFTER)  # else its sentinel may not run yet
         killed_at = time.monotonic()
         victim.kill()
         eventually(lambda: all_said(committed=False, size=4), "they give that step up")

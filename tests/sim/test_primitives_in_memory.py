@@ -159,13 +159,11 @@ def test_a_lease_that_rests_is_renewed_when_it_is_wanted_again(world: World) -> 
 class Notes(SentinelFor):
     """A sentinel that notes what it is told of one lease: when it was renewed last, and whether it is to rest."""
 
-    runs = False  # type: ignore[assignment]
-
     def __init__(self) -> None:
         self.renewed_at: float | None = None
         self.rests = False
 
-    def keep(self, lease_id: int, ttl: float, sent_at: float) -> None:
+    def keep(self, lease_id: int, ttl: float, sent_at: float, *, starts: bool = True) -> None:
         self.renewed_at, self.rests = concurrency.now(), False
 
     def rest(self, lease_id: int) -> None:

@@ -459,11 +459,6 @@ class Group:
         if rested:  # no event of its watch follows from that
             self._wake()
 
-    def introduce(self) -> None:
-        """Have the sentinel know of this member, and of the office if it holds it, now."""
-        self._session.introduce()
-        self._inbox.put(self._office.introduce)
-
     def put_off_check(self) -> None:
         """The copies were compared, or something has just come: the watch delivers, or the decider has answered."""
         self._check_at = concurrency.now() + self._session.ttl * random.uniform(*CHECK_AFTER)

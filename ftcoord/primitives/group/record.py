@@ -146,11 +146,6 @@ class Office:
             self._tries_at = now + rules.next_try(self._rank(), random.random())
         return now  # and decide, or look who does
 
-    def introduce(self) -> None:
-        """Have the sentinel know of the office now, for a member that leaves others behind if its process dies."""
-        if self._lease is not None:
-            self._lease.introduce()
-
     def give_up(self) -> None:
         """Have others decide from now on. Idempotent; does not raise if etcd is unreachable: the lease expires."""
         if (lease := self._end()) is not None:
