@@ -18,7 +18,8 @@ LEASE, TTL, SENT_AT = 0x4711, 10.0, 123.5
 
 
 def test_it_has_its_orders_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process may be killed as soon as it runs: what it is told later may never come."""
+    """Its process may be killed as soon as it runs: what it is told later may never come. They name also a lease that
+    came before, for which none was started."""
     orders: list[dict[str, Any]] = []
 
     def start(arguments: list[str], *, stdin: int, **_: object) -> None:
@@ -29,9 +30,12 @@ def test_it_has_its_orders_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(subprocess, "Popen", start)
     sentinel = Sentinel()
+    sentinel.keep(EtcdConfig.of("127.0.0.1:1"), LEASE + 1, TTL, "", starts=False)
+    assert not orders
     sentinel.keep(EtcdConfig.of("127.0.0.1:1"), LEASE, TTL, "/job/deaths/", ["a"], sent_at=SENT_AT)
     sentinel.drop(LEASE)
-    (kept,) = [order for order in orders if "keep" in order]
+    noted, kept = [order for order in orders if "keep" in order]
+    assert noted["keep"] == LEASE + 1
     assert (kept["keep"], kept["ttl"], kept["deaths"], kept["was"]) == (LEASE, TTL, "/job/deaths/", ["a"])
     assert kept["at"] == SENT_AT, "this process may have been stopped since"
     assert any("config" in order and order["etcd"] == kept["etcd"] for order in orders)
