@@ -43,6 +43,8 @@ MISS_EVENTS: Final = frozenset({"lost_event"})
 """Faults after which a copy may be wrong until its owner asks etcd whether it is: for 4.5 times the TTL of a lease."""
 HEARD_WITHIN: Final = 1.0
 """Seconds within which each process hears of a change."""
+TAKEN_IN_WITHIN: Final = 0.01
+"""Seconds within which a thread that is in the middle of taking a change in has done that."""
 CALM_TTL: Final = 60
 """Seconds; leases with a shorter TTL are members', and must be gone at the end."""
 
@@ -169,8 +171,10 @@ def _hear(world: World) -> None:
 
     def look() -> None:
         world.scheduler.sleep(HEARD_WITHIN)
-        if wrong := world.copies.wrong(revision):
-            world.scheduler.fail(Violation("a copy shows what etcd holds", "\n".join(wrong)))
+        wrong = world.copies.wrong(revision)
+        world.scheduler.sleep(TAKEN_IN_WITHIN)
+        if still := sorted({*wrong} & {*world.copies.wrong(revision)}):
+            world.scheduler.fail(Violation("a copy shows what etcd holds", "\n".join(still)))
 
     concurrency.thread(look, "copies").start()
 

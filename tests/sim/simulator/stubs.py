@@ -105,10 +105,15 @@ class SentinelStub:
         deaths: str,
         was: Sequence[str] = (),
         sent_at: float | None = None,
+        *,
+        starts: bool = True,
     ) -> None:
         at = concurrency.now() if sent_at is None else sent_at
         order = self._kept[lease_id] = Order(etcd=0, keep=lease_id, at=at, ttl=ttl, deaths=deaths, was=was, rests=False)
         self._tell(order)
+        if not self.is_running and starts:
+            self.is_running = True
+            self._begin(self._run)
 
     def rest(self, lease_id: int) -> None:
         if lease_id in self._kept:
@@ -122,7 +127,7 @@ class SentinelStub:
     @property
     def stands_by(self) -> frozenset[int]:
         """The leases that it gives up when the process dies."""
-        return frozenset(self._kept)
+        return frozenset(self._kept if self.is_running else ())
 
     def drop(self, lease_id: int) -> None:
         if self._kept.pop(lease_id, None) is not None:
@@ -134,9 +139,6 @@ class SentinelStub:
     def _tell(self, order: Order) -> None:
         self._orders.append(order)
         self._told.set()
-        if not self.is_running and self._kept:
-            self.is_running = True
-            self._begin(self._run)
 
     # -- as the sentinel knows the process ----------------------------------------------------------------------------
 
