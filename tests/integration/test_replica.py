@@ -133,7 +133,7 @@ def test_the_error_of_the_replica_that_decides_names_why_nothing_is_decided(clie
     """All requests together are more than etcd takes, also compressed, though each may be asked."""
     count, gone, dice = 40, threading.Event(), random.Random(1)
     large = replace(REQUEST, store_address="".join(dice.choices(string.ascii_letters, k=LARGEST_REQUEST - 300)))
-    all_of_them = replace(job, min_replicas=count)
+    all_of_them = replace(job, min_replicas=count, heartbeat_timeout_ms=60_000)  # none is lost on a busy machine
     crew = [Replica(client, all_of_them, str(at), keeps_lease=True) for at in range(count)]
 
     def ask(replica: Replica, limit: float) -> str:

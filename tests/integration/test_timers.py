@@ -143,7 +143,7 @@ def test_wall_clocks_that_are_set_apart(etcd: EtcdServer, prefix: str) -> None:
         server.turn()
         begun = time.monotonic()
         for worker in (ahead, behind):
-            worker.do("acquire", 1.0, "b")
+            worker.tell("acquire", 1.0, "b")
         assert min(ahead.killed(), behind.killed()) - begun >= 1.0
 
 
@@ -188,7 +188,7 @@ def test_only_who_holds_a_timer_is_killed_whatever_is_written(
         server.knows(2)
         assert holds.runs()
         assert started(another.pid)
-        holds.do("acquire", 0.1, "a third")
+        holds.tell("acquire", 0.1, "a third")  # it may be killed before it answers
         holds.killed()
 
 
