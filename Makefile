@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # takes each process ten seconds.
 marked = $$(grep -rlw --include='test_*.py' --exclude-dir=cluster 'mark.$(1)' tests)
 
-.PHONY: demo demo-torchft test test-browser test-cluster pictures sim sim-shrink soak etcd-image lint benchmark
+.PHONY: demo demo-torchft test test-browser test-cluster test-elastic pictures sim sim-shrink soak etcd-image lint benchmark
 .PHONY: docs clean
 
 demo: $(VENV)/.ready
@@ -28,6 +28,17 @@ test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -m 'alone and not docker' $(call marked,alone)
 	@if [ -n "$$FTCOORD_TEST_CHROMIUM" ] || command -v chromium >/dev/null; then $(MAKE) test-browser; else \
 		echo "LEFT OUT: the tests of the page in a browser. Install chromium, and run: make test-browser"; fi
+
+# Elastic runs with a torch that reconfigures its groups, in an environment of its own (5 GB): `make test` has the one of
+# tests/constraints.txt, whose groups are made anew.
+test-elastic: $(VENV)-elastic/.ready
+	$(VENV)-elastic/bin/python -m pytest -q -n 2 tests/unit/test_core_elastic.py tests/integration/test_elastic.py
+
+$(VENV)-elastic/.ready: setup.cfg pyproject.toml tests/constraints.txt
+	$(PYTHON) -m venv $(VENV)-elastic
+	grep -v '^torch' tests/constraints.txt > $(VENV)-elastic/constraints.txt
+	$(VENV)-elastic/bin/pip install -q -c $(VENV)-elastic/constraints.txt torch==2.14.1 -e '.[test]'
+	touch $@
 
 # The page of `ftcoord dashboard` in a real browser: chromium, or what FTCOORD_TEST_CHROMIUM names.
 test-browser: $(VENV)/.ready
@@ -73,7 +84,9 @@ benchmark: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.quorum --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.deaths --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.reforming --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks.unstopped --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.stuck --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks.stopping --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.sentinel --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.timers --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.operator --write docs/benchmarks.md
@@ -93,4 +106,4 @@ $(VENV)/.torchft: $(VENV)/.ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-elastic build dist *.egg-info

@@ -121,7 +121,12 @@ class Processes:
 
 
 def _serve(serve: Callable[..., None], *arguments: Any) -> None:
-    """Serve until the benchmark ends, however that comes about: its `kill` is not called when it is killed itself."""
+    end_with_parent()
+    serve(*arguments)
+
+
+def end_with_parent() -> None:
+    """End this process with the benchmark, however that comes about: its `kill` is not called when it is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -130,4 +135,3 @@ def _serve(serve: Callable[..., None], *arguments: Any) -> None:
         os._exit(1)
 
     threading.Thread(target=end, daemon=True).start()
-    serve(*arguments)

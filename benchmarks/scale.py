@@ -40,7 +40,6 @@ from benchmarks.processes import PROCESSES, BenchmarkError, Made
 from benchmarks.quorum import Asker
 from benchmarks.rendezvous import measure_round
 from benchmarks.report import Trial, publish, table
-from ftcoord.coordination import connection
 from ftcoord.core.layout import KEY_PREFIX, all_seats_span, decided_key, run_prefix
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import EtcdClient
@@ -232,7 +231,7 @@ class Replica(Asker):
     """A replica on a host of its own: it shares no watch with the others of its process."""
 
     def __init__(self, kind: str, address: str, number: int) -> None:
-        with mock.patch.object(connection, "SharedClient", Host):
+        with mock.patch("ftcoord.coordination.address.SharedClient", Host):
             super().__init__(kind, address, number)
 
 

@@ -11,6 +11,7 @@ Rendezvous (needs torch):
 
 Coordination:
 
+- `elastic`: training whose survivors go on in the same processes when others are lost; needs torch.
 - `coordination`: torchft's coordination API without a lighthouse, and an `Observer` of jobs.
 - `Heartbeat`: shows other processes that this one is alive, with some data.
 - `watch_heartbeats`: iterates over the processes that join, change, leave and are lost.
@@ -43,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ftcoord import coordination as coordination, errors as errors, timer as timer
+    from ftcoord import coordination as coordination, elastic as elastic, errors as errors, timer as timer
     from ftcoord._torchrun import install_legacy_names as install_legacy_names
     from ftcoord.config import EtcdConfig as EtcdConfig
     from ftcoord.core.layout import Span as Span
@@ -82,7 +83,7 @@ _HOMES = {
     "watch_heartbeats": "ftcoord.heartbeat",
 }
 
-_MODULES = ("coordination", "errors", "timer")
+_MODULES = ("coordination", "elastic", "errors", "timer")
 __all__ = sorted([*_HOMES, *_MODULES])
 
 

@@ -20,6 +20,7 @@ FILES: Final = (
     "ls_status_watch_history_why_doctor",
     "evict_drain_close_stop_kill",
     "demo_server_dashboard_gateway_metrics",
+    "run",
 )
 """The modules of `ftcoord.commands`, each named after its commands. Only the given command's module is loaded: loading
 all would take longer than most commands do."""

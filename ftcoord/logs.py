@@ -18,7 +18,7 @@ from ftcoord.escaping import neutral
 FORMAT_VARIABLE: Final = "FTCOORD_LOG_FORMAT"
 FACTS: Final = ("run", "round", "quorum", "member", "revision", "reason", "rank", "host", "replica")
 """The attributes of records about a change of state, and their fields in JSON."""
-SHOWN_BY_DEFAULT: Final = ("rendezvous", "coordination", "metrics")
+SHOWN_BY_DEFAULT: Final = ("rendezvous", "coordination", "elastic", "metrics")
 """The parts of ftcoord whose changes of state are printed if no level is set."""
 _FAR: Final = 86400.0
 """Seconds from which on a time of day is not enough."""

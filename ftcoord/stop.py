@@ -8,6 +8,7 @@ Every rank leaves its loop at the same step, without a collective:
 3. The rank that promises last writes the answer, once: the highest promise.
 
 A rank whose loop ends promises whatever the others do. When a rank dies the round ends, and the next one asks anew.
+So it is with the groups of `ftcoord.elastic`: its request is a key of the run, which all members' stores share.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
 from types import FrameType
@@ -35,13 +37,47 @@ ASKED: Final = f"{KEYS}/asked"
 """The reason, from a worker: its agent has it recorded."""
 REASON: Final = f"{KEYS}/reason"
 """The recorded reason: each rank promises a step."""
-_PROMISES, _PROMISED, _ANSWER = f"{KEYS}/promise", f"{KEYS}/promised", f"{KEYS}/answer"
 _ENDED: Final = -1
 """The promise of a rank whose loop has ended."""
 RELAY_EVERY: Final = 0.05
 """Seconds between two looks for a request: a store has no other way to report one to who serves it."""
 RETRY_EVERY: Final = 1.0
 _FOREVER: Final = timedelta(days=1)
+
+
+@dataclass
+class Place:
+    """Where the ranks of one round or group agree.
+
+    Args:
+        store: shared by all of them.
+        waits: the same store through another connection, on which a thread waits.
+        rank, size: this process's rank, and the number of all.
+        ask: asks all ranks to stop, with a reason.
+        reason_key: where the recorded reason is.
+        keys: the prefix of what they agree with: no earlier round or group had it.
+        stop: the AgreedStop that was made here.
+    """
+
+    store: Store
+    waits: Store
+    rank: int
+    size: int
+    ask: Callable[[str], object]
+    reason_key: str = REASON
+    keys: str = KEYS
+    stop: AgreedStop | None = None
+
+
+_elastic: Place | None = None  # the thread that trains
+
+
+def set_place(place: Place | None) -> None:
+    """Where the group of `ftcoord.elastic` that trains now agrees; None if this process trains no longer."""
+    global _elastic
+    if place is None and _elastic is not None and _elastic.stop is not None:
+        _elastic.stop.close()
+    _elastic = place
 
 
 class AgreedStop:
@@ -53,7 +89,8 @@ class AgreedStop:
                 save(step)
                 break
 
-    Make one in each worker, before its loop. Under torchrun with `etcd-v3` it needs no arguments.
+    Make one in each worker, before its loop. Under torchrun with `etcd-v3` it needs no arguments; nor in a function
+    that `elastic.run` calls, where one is made in each call.
 
     Promised: `at` returns True at the same step on every rank whose loop has not ended.
     None begins a step beyond that one.
@@ -66,7 +103,8 @@ class AgreedStop:
         signals: each asks for a stop instead of ending this process, once; the second one is handled as before. Only a
             main thread can have them: give () elsewhere.
 
-    Raises ConfigError for arguments that are missing or wrong, and what the store raises.
+    Raises ConfigError for arguments that are missing or wrong, StateError where there is one already or torchrun has no
+    store for it, and what the store raises.
     """
 
     def __init__(
@@ -77,14 +115,11 @@ class AgreedStop:
         *,
         signals: Sequence[int] = (signal.SIGTERM,),
     ) -> None:
-        # Never change:
-        self._rank = _number("RANK") if rank is None else rank
-        self._size = _number("WORLD_SIZE") if world_size is None else world_size
-        if not 0 <= self._rank < self._size:
-            raise ConfigError("rank", self._rank, f"it must be 0 to {self._size - 1}, below the world size")
-        # A wait occupies its connection: the thread has one, and all others another.
-        self._waits, self._store = _two_of(store)
-        self._asks_at = ASKED if store is None else REASON
+        group = _elastic if store is None else None
+        self._place = group or _place(store, rank, world_size)  # stays
+        if self._place.stop is not None:
+            raise StateError(KEYS, "is in use by another AgreedStop: make one in each call of the function that trains")
+        self._place.stop = self
         # The loop's thread and `_agree`'s share these two without a lock. Each writes its own before it reads the
         # other's, so that at least one of them sees what the other wrote: see `_promise`.
         self._step, self._limit = -1, inf
@@ -92,15 +127,17 @@ class AgreedStop:
         self._answered = concurrency.event()  # set when `_answer` is, or will never be
         self.reason = ""
         """Why the ranks stop; empty until somebody has asked."""
-        self._promising = concurrency.lock(
-            "AgreedStop._promising"
-        )  # held until the promise, and an answer, are written
+        # Held until the promise, and an answer, are written:
+        self._promising = concurrency.lock("AgreedStop._promising")
         self._has_promised = False  # guarded by it
         self._old: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         for number in signals:
-            self._old[number] = signal.signal(number, self._on_signal)
+            old = signal.signal(number, self._on_signal)
+            before = getattr(old, "__self__", None)  # of a group that is over: signals between the two ask, too
+            self._old[number] = before._old.pop(number, None) if isinstance(before, AgreedStop) else old
         concurrency.thread(self._agree, "ftcoord-stop").start()
-        atexit.register(self.close)
+        if group is None:  # else `elastic.run` closes it
+            atexit.register(self.close)
 
     def at(self, step: int) -> bool:
         """Whether to leave the loop before this step. Compares two numbers; waits only after a request.
@@ -112,7 +149,12 @@ class AgreedStop:
 
     def request(self, reason: str) -> None:
         """Ask all ranks to stop; the first reason counts. Raises what the store raises."""
-        self._store.compare_set(self._asks_at, "", reason or "requested by a worker")
+        self._place.ask(reason or "requested by a worker")
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether `at` has returned True."""
+        return self._step >= self._answer
 
     def close(self) -> None:
         """This rank's loop has ended: the others need not wait for it. Called at the end of the process. Idempotent."""
@@ -124,7 +166,7 @@ class AgreedStop:
         try:
             self._put_promise(_ENDED)
         except DistError as error:
-            log.debug("rank %d could not write that its loop has ended: %s", self._rank, error)
+            log.debug("rank %d could not write that its loop has ended: %s", self._place.rank, error)
 
     def _is_last(self, step: int) -> bool:
         self._answered.wait()
@@ -133,26 +175,26 @@ class AgreedStop:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Ask, on another thread: this one may hold the store's connection."""
         signal.signal(number, self._old.pop(number) or signal.SIG_DFL)  # None: not set by Python
-        reason = f"rank {self._rank} received {signal.Signals(number).name}"
+        reason = f"rank {self._place.rank} received {signal.Signals(number).name}"
         concurrency.thread(self.request, "ftcoord-stop-request", reason).start()
 
     # -- on a thread of its own ---------------------------------------------------------------------------------------
 
     def _agree(self) -> None:
         try:
-            self.reason = self._await(REASON).decode()
+            self.reason = self._await(self._place.reason_key).decode()
             self._promise()
-            self._answer = int(self._await(_ANSWER))
+            self._answer = int(self._await(f"{self._place.keys}/answer"))
             log.info("all ranks stop at step %d: %s", self._answer, self.reason)
         except DistError as error:  # the round is over, or the process is about to end
-            log.debug("rank %d waits for no stop any more: %s", self._rank, error)
+            log.debug("rank %d waits for no stop any more: %s", self._place.rank, error)
         self._answered.set()
 
     def _await(self, key: str) -> bytes:
         while True:
             try:
-                self._waits.wait([key], _FOREVER)
-                return self._waits.get(key)
+                self._place.waits.wait([key], _FOREVER)
+                return self._place.waits.get(key)
             except DistStoreError as error:
                 if "timeout" not in str(error).lower():
                     raise
@@ -175,10 +217,11 @@ class AgreedStop:
             if self._has_promised:
                 return
             self._has_promised = True
-            self._store.set(f"{_PROMISES}/{self._rank}", str(step))
-            if self._store.add(_PROMISED, 1) == self._size:
-                promised = self._store.multi_get([f"{_PROMISES}/{rank}" for rank in range(self._size)])
-                self._store.compare_set(_ANSWER, "", str(max(map(int, promised))))
+            place, store, keys = self._place, self._place.store, self._place.keys
+            store.set(f"{keys}/promise/{place.rank}", str(step))
+            if store.add(f"{keys}/promised", 1) == place.size:
+                promised = store.multi_get([f"{keys}/promise/{rank}" for rank in range(place.size)])
+                store.compare_set(f"{keys}/answer", "", str(max(map(int, promised))))
 
 
 class StopRelay:
@@ -222,6 +265,17 @@ def _number(name: str) -> int:
     if not text.isdecimal():
         raise ConfigError(name, text or None, "torchrun sets it; elsewhere, give store, rank and world_size")
     return int(text)
+
+
+def _place(store: Store | None, rank: int | None, world_size: int | None) -> Place:
+    """That of these arguments; of the round, where they are missing."""
+    rank = _number("RANK") if rank is None else rank
+    size = _number("WORLD_SIZE") if world_size is None else world_size
+    if not 0 <= rank < size:
+        raise ConfigError("rank", rank, f"it must be 0 to {size - 1}, below the world size")
+    asks_at = ASKED if store is None else REASON
+    waits, shared = _two_of(store)
+    return Place(shared, waits, rank, size, ask=lambda reason: shared.compare_set(asks_at, "", reason))
 
 
 def _two_of(store: Store | None) -> tuple[Store, Store]:

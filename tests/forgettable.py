@@ -108,7 +108,7 @@ def timer_server(endpoint: str, run: str) -> object:
 
     server = ftcoord.timer.EtcdTimerServer(run, endpoint, max_interval=0.1)
     server.start()
-    eventually(lambda: server._queue._feed.synced, "the watch of the timers")
+    eventually(lambda: server._queue._feed._mirror.synced, "the watch of the timers")
     return server
 
 

@@ -144,7 +144,8 @@ def waits(node: Node) -> Future[Seat]:
 
 def is_waiting(node: Node, join: Future[Seat]) -> bool:
     """Whether the node's ask is in etcd, and it has looked at what was decided and found no seat yet."""
-    member, waiters = node.handler._node.participant.member, node.handler._node._changed._waiters  # type: ignore[attr-defined]
+    participant = node.handler._node.participant
+    member, waiters = participant.member, participant._changed._waiters  # type: ignore[attr-defined]
     return member is not None and member.entered and bool(waiters) and not join.done()
 
 

@@ -129,7 +129,12 @@ def _rounds_facts(rounds: report.RoundsStatus) -> Iterator[tuple[str, str, str]]
     yield "rendezvous", rounds["state"], f", {last} ({limits})"
     if size and not rounds["closed"]:
         yield "bootstrap", "", f"{rounds['address']}:{rounds['port']}"
-    ends = ("closed", rounds["closed"]), ("recalled", rounds["recalled"]), ("before", rounds["before"])
+    ends = (
+        ("stop", rounds["stop"]),
+        ("closed", rounds["closed"]),
+        ("recalled", rounds["recalled"]),
+        ("before", rounds["before"]),
+    )
     yield from ((title, "", why) for title, why in ends if why)
     yield "next round", "", _next(rounds["next"])
 
@@ -137,6 +142,7 @@ def _rounds_facts(rounds: report.RoundsStatus) -> Iterator[tuple[str, str, str]]
 def _quorum_facts(quorum: report.QuorumStatus) -> Iterator[tuple[str, str, str]]:
     which = f"quorum {quorum['id']} with {counted(quorum['size'], 'replica')} at step {quorum['max_step']}"
     yield "quorums", quorum["state"], f", {which} (min_replicas {quorum['min_replicas']})"
+    yield from [("stop", "", quorum["stop"])] if quorum["stop"] else []
     yield "next quorum", "", _next(quorum["next"])
 
 

@@ -7,11 +7,11 @@
 - `Gateway`: a lighthouse for torchft's own native classes.
 """
 
+from ftcoord.coordination.api import Quorum, QuorumMember, Timestamp
 from ftcoord.coordination.gateway import Gateway
 from ftcoord.coordination.lighthouse import LighthouseClient, LighthouseServer, Observer
 from ftcoord.coordination.manager import ManagerServer
 from ftcoord.coordination.manager_client import ManagerClient
-from ftcoord.coordination.types import Quorum, QuorumMember, Timestamp
 from ftcoord.core.recovery import QuorumResult
 
 __all__ = [

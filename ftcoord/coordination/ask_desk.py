@@ -21,9 +21,8 @@ from math import inf
 from typing import Final, TypeAlias
 
 from ftcoord import concurrency
-from ftcoord.coordination.address import Job
+from ftcoord.coordination.address import EVERYWHERE, Job, address_towards_etcd, in_url
 from ftcoord.coordination.ask_line import ANSWER, AskLine, Inside, Read
-from ftcoord.coordination.connection import address_towards_etcd, in_url, is_everywhere
 from ftcoord.coordination.port import Frame, Malformed, Peer, Port, listen, stop_listening
 from ftcoord.core import asks
 from ftcoord.core.asks import Ask, OpenAsk, Via, Withdrawal
@@ -224,7 +223,7 @@ def listen_for(job: Job) -> tuple[socket.socket, str]:
 
     Raises RuntimeError.
     """
-    chosen = job.bind if job.bind and not is_everywhere(job.bind) else ""
+    chosen = job.bind if job.bind not in EVERYWHERE else ""
     host = chosen or address_towards_etcd(job) or _LOOPBACK
     listener = listen(f"{in_url(job.bind or host)}:0")
     return listener, f"{in_url(host)}:{listener.getsockname()[1]}"

@@ -21,12 +21,10 @@ from urllib.parse import unquote
 from ftcoord import concurrency
 from ftcoord.closing import Closing
 from ftcoord.config import listen_address
-from ftcoord.coordination import checks, native, ranks
-from ftcoord.coordination.address import Job, parse_address
-from ftcoord.coordination.connection import REQUEST_TIMEOUT
-from ftcoord.coordination.kills import watch_kills
+from ftcoord.coordination import api, native, ranks
+from ftcoord.coordination.address import REQUEST_TIMEOUT, Job, parse_address
 from ftcoord.coordination.manager_client import place_of
-from ftcoord.coordination.replica import Replica
+from ftcoord.coordination.replica import Replica, watch_kills
 from ftcoord.core.layout import member_of
 from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
@@ -198,18 +196,11 @@ class GatewaySessions(Closing):
         with self._visit(replica_id, peer) as session:
             with self._lock:
                 session.note_beat(unquote(peer), concurrency.now())
-            if not session.replica.joined:
+            if not session.replica.participant.joined:
                 session.replica.beat(deadline)
 
-    def ask(
-        self, request: QuorumRequest, peer: str, deadline: float, on_end: Callable[[Callable[[], None]], bool]
-    ) -> QuorumRecord:
-        """The next quorum with this replica in it. Raises what `Replica.ask` raises, and ServerError.
-
-        Args:
-            on_end: registers a function that is called, and does not block, when the caller goes away; returns False if
-                it has gone already.
-        """
+    def ask(self, request: QuorumRequest, peer: str, deadline: float, on_end: ranks.OnEnd) -> QuorumRecord:
+        """The next quorum with this replica in it. Raises what `Replica.ask` raises, and ServerError."""
         gone, address = concurrency.event(), _address_of(peer)
         self._waiting.take(address)
         try:
@@ -219,7 +210,7 @@ class GatewaySessions(Closing):
 
                 def leave() -> None:
                     gone.set()
-                    session.replica.nudge()
+                    session.replica.participant.nudge()
 
                 if not on_end(leave):
                     gone.set()
@@ -330,8 +321,8 @@ class GatewaySessions(Closing):
         with self._lock:
             sessions = [*self._sessions.values()]
         for one in sessions:
-            if one.replica.was(member):
-                quorum = one.replica.quorum
+            if one.replica.participant.was(member):
+                quorum = one.replica.participant.record
                 known = {request.replica_id: request.address for request in quorum.requests} if quorum else {}
                 return parted(one.manager or known.get(one.replica.replica_id, ""))[0] or None
         return None
@@ -351,7 +342,7 @@ def _kill(address: str, message: str) -> None:
     except (ValueError, OSError) as error:  # no address; nobody there
         problem = str(error)
     else:  # it looks like an error of the transport when the process has ended before it answered
-        problem = "" if isinstance(answer, bytes) or answer == checks.TRANSPORT_ERROR else answer.message
+        problem = "" if isinstance(answer, bytes) or answer == api.TRANSPORT_ERROR else answer.message
     if problem:
         log.warning("the manager at %s does not end, as ordered (%s): %s", neutral(address), neutral(message), problem)
     else:

@@ -9,28 +9,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from math import inf
 from typing import Any, Final, TypeAlias
 
 from ftcoord import concurrency
 from ftcoord.closing import Closing, weakly
-from ftcoord.coordination import checks
-from ftcoord.coordination.address import Job, fresh_name
-from ftcoord.coordination.connection import check_process, connect, torchft_errors
-from ftcoord.coordination.kills import order_kill
-from ftcoord.coordination.replica import Replica
-from ftcoord.coordination.types import Quorum
-from ftcoord.core.layout import decided_key, member_key, member_of, members_span
+from ftcoord.coordination import api
+from ftcoord.coordination.address import Job, connect
+from ftcoord.coordination.replica import Replica, order_kill
+from ftcoord.core.layout import decided_key, member_key, members_span
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, parse_quorum, parse_replica
 from ftcoord.errors import RequestRefused
 from ftcoord.etcd.api import Get, Span
 from ftcoord.etcd.client import SharedClient
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.group.use import ParsedKeys
-from ftcoord.primitives.mirror import Feed, Informer, Mirror
+from ftcoord.primitives.mirror import Informer, Mirror
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +68,15 @@ class LighthouseServer:
         quorum_tick_ms: int | None = None,
         heartbeat_timeout_ms: int | None = None,
     ) -> None:
-        checks.string("bind", bind)
-        checks.integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms)
+        api.string("bind", bind)
+        api.integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms)
         job = Job(
             scheme="etcd",
             endpoints="",
-            name=fresh_name(),
-            min_replicas=checks.integer("min_replicas", min_replicas),
-            join_timeout_ms=checks.integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms),
-            heartbeat_timeout_ms=checks.integer(
+            name=uuid.uuid4().hex,
+            min_replicas=api.integer("min_replicas", min_replicas),
+            join_timeout_ms=api.integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms),
+            heartbeat_timeout_ms=api.integer(
                 "heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms
             ),
         )
@@ -112,7 +110,7 @@ class LighthouseClient:
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
-        self._job, self._etcd = connect(checks.string("addr", addr), checks.seconds("connect_timeout", connect_timeout))
+        self._job, self._etcd = connect(api.string("addr", addr), api.seconds("connect_timeout", connect_timeout))
         self._pid = os.getpid()
         self._lock = concurrency.lock("LighthouseClient._lock")
         self._replicas: dict[str, Replica] = {}  # guarded by _lock, as the next two
@@ -132,7 +130,7 @@ class LighthouseClient:
         world_size: int = 0,
         shrink_only: bool = False,
         data: dict[Any, Any] | None = None,
-    ) -> Quorum:
+    ) -> api.Quorum:
         """Ask for a quorum, and wait until one is decided that contains this replica.
 
         Args:
@@ -151,18 +149,18 @@ class LighthouseClient:
             RuntimeError: the request has more than 64 KiB, etcd refuses, the quorum's record cannot be read, JSON
                 cannot represent `data`, or the replica has left.
         """
-        deadline = concurrency.now() + checks.seconds("timeout", timeout)
+        deadline = concurrency.now() + api.seconds("timeout", timeout)
         request = QuorumRequest(
-            replica_id=checks.string("replica_id", replica_id),
-            address=checks.string("address", address),
-            store_address=checks.string("store_address", store_address),
-            step=checks.integer("step", step, -checks.LARGEST - 1),
-            world_size=checks.integer("world_size", world_size),
-            shrink_only=checks.boolean("shrink_only", shrink_only),
-            data=checks.json_text(data),
+            replica_id=api.string("replica_id", replica_id),
+            address=api.string("address", address),
+            store_address=api.string("store_address", store_address),
+            step=api.integer("step", step, -api.LARGEST - 1),
+            world_size=api.integer("world_size", world_size),
+            shrink_only=api.boolean("shrink_only", shrink_only),
+            data=api.json_text(data),
         )
-        with torchft_errors(), self._calling(replica_id) as replica:
-            return Quorum(replica.ask(request, deadline))
+        with api.torchft_errors(), self._calling(replica_id) as replica:
+            return api.Quorum(replica.ask(request, deadline))
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Show that a replica is alive.
@@ -173,8 +171,8 @@ class LighthouseClient:
 
         Raises TimeoutError when etcd does not answer in time, and RuntimeError when it refuses.
         """
-        deadline = concurrency.now() + checks.seconds("timeout", timeout)
-        with torchft_errors(), self._calling(checks.string("replica_id", replica_id)) as replica:
+        deadline = concurrency.now() + api.seconds("timeout", timeout)
+        with api.torchft_errors(), self._calling(api.string("replica_id", replica_id)) as replica:
             replica.beat(deadline)
 
     def leave(self, replica_id: str) -> None:
@@ -187,7 +185,7 @@ class LighthouseClient:
             replica_id: the replica's name.
         """
         with self._lock:
-            replica = self._replicas.pop(checks.string("replica_id", replica_id), None)
+            replica = self._replicas.pop(api.string("replica_id", replica_id), None)
         if replica is not None:
             replica.leave(LEAVE_TIMEOUT)
 
@@ -204,10 +202,10 @@ class LighthouseClient:
         Raises TimeoutError when it is still a member after that time or etcd does not answer; the process may end yet,
         within a minute. Raises RuntimeError when etcd refuses or there is no such replica.
         """
-        deadline = concurrency.now() + checks.seconds("timeout", timeout)
-        replica, why = checks.string("replica_id", replica_id), checks.string("message", message)
-        check_process(self._pid)
-        with torchft_errors():
+        deadline = concurrency.now() + api.seconds("timeout", timeout)
+        replica, why = api.string("replica_id", replica_id), api.string("message", message)
+        api.check_process(self._pid)
+        with api.torchft_errors():
             order_kill(self._etcd, self._job.prefix, replica, why, deadline)
 
     def close(self) -> None:
@@ -226,7 +224,7 @@ class LighthouseClient:
     @contextlib.contextmanager
     def _calling(self, replica_id: str) -> Iterator[Replica]:
         """The replica, for a call of it."""
-        check_process(self._pid)
+        api.check_process(self._pid)
         with self._lock:
             self._calls[replica_id] += 1
             silent = self._take_silent()
@@ -301,11 +299,11 @@ class Observer:
         addr: str,
         connect_timeout: timedelta,
         *,
-        on_quorum: Callable[[Quorum], object] | None = None,
+        on_quorum: Callable[[api.Quorum], object] | None = None,
         on_lost: Callable[[str, str], object] | None = None,
     ) -> None:
-        limit = checks.seconds("connect_timeout", connect_timeout)
-        self._job, self._etcd = connect(checks.string("addr", addr), limit)
+        limit = api.seconds("connect_timeout", connect_timeout)
+        self._job, self._etcd = connect(api.string("addr", addr), limit)
         self._decided_key = decided_key(self._job.prefix)
         self._on_quorum, self._on_lost = on_quorum, on_lost
         # Only the informer's thread:
@@ -313,27 +311,26 @@ class Observer:
         self._reported_lost: set[str] = set()  # members of the current quorum
         # Set once by the informer's thread, read by any:
         self._failure: BaseException | None = None
-        self._informers: list[Informer] = []
-        if any((on_quorum, on_lost)):
-            spans = [Span(self._decided_key), members_span(self._job.prefix)]
-            with contextlib.ExitStack() as undo:
-                undo.callback(self._etcd.close)  # where no thread can be started
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._etcd.close)
+            if any((on_quorum, on_lost)):
+                spans = [Span(self._decided_key), members_span(self._job.prefix)]
                 # Weak references: the informer's thread must not keep this object alive.
                 report, failed = weakly(self._report), weakly(self._note_failure)
-                self._informers.append(Informer(self._etcd, spans, report, "ftcoord-observer", failed))
-                undo.pop_all()
-        self._cancel_finalizer = concurrency.when_forgotten(self, _end, self._informers, self._etcd, last=True)
+                ends.callback(Informer(self._etcd, spans, report, "ftcoord-observer", failed).close)
+            self._end = ends.pop_all().close
+        self._cancel_finalizer = concurrency.when_forgotten(self, self._end, last=True)
 
-    def quorum(self) -> Quorum | None:
+    def quorum(self) -> api.Quorum | None:
         """The last quorum; None before the first. Costs one read. Raises RuntimeError when etcd does not answer, or the
         observer's thread has failed."""
         if self._failure is not None:
             problem = f"{type(self._failure).__name__}: {self._failure}"
             why = f"this observer has failed ({problem}); close it and make a new one"
-            raise checks.Failure("Internal", why).error()
-        with torchft_errors():
+            raise api.Failure("Internal", why).error()
+        with api.torchft_errors():
             decided = self._etcd.get(self._decided_key).one
-            return Quorum(parse_quorum(decided.key, decided.value)) if decided is not None else None
+            return api.Quorum(parse_quorum(decided.key, decided.value)) if decided is not None else None
 
     def close(self) -> None:
         """Stop following the job. No callback begins after this returns. Idempotent.
@@ -341,7 +338,7 @@ class Observer:
         It waits for a running callback, unless that callback calls it.
         """
         self._cancel_finalizer()
-        _end(self._informers, self._etcd)
+        self._end()
 
     # -- how ----------------------------------------------------------------------------------------------------
 
@@ -353,7 +350,7 @@ class Observer:
         if decided is not None and decided != self._current:
             self._current, self._reported_lost = decided, set()
             if self._on_quorum is not None:
-                _call(self._on_quorum, Quorum(decided))
+                _call(self._on_quorum, api.Quorum(decided))
         if self._current is None or self._on_lost is None:
             return
         for seat in self._current.seats:
@@ -372,12 +369,6 @@ def _call(callback: Callable[..., object], *arguments: Any) -> None:
         callback(*arguments)
     except Exception:  # a user's: its failure must not end the thread that runs the other callbacks
         log.exception("an observer's callback failed")
-
-
-def _end(informers: Sequence[Informer], etcd: SharedClient) -> None:
-    for informer in informers:
-        informer.close()
-    etcd.close()
 
 
 LOOKED_BACK: Final = 100
@@ -409,94 +400,63 @@ class QuorumWatch(Closing):
     def __init__(
         self, addr: str, connect_timeout: timedelta, on_lost: OnLost, on_failed: Callable[[BaseException], object]
     ) -> None:
-        limit = checks.seconds("connect_timeout", connect_timeout)
-        self._job, self._etcd = connect(checks.string("addr", addr), limit)
+        limit = api.seconds("connect_timeout", connect_timeout)
+        self._job, self._etcd = connect(api.string("addr", addr), limit)
         self._on_lost = on_lost
         self._wanted: int | None = None  # written by any thread, as a whole
         # Only the thread:
         self._followed: int | None = None
-        self._feed = self._new_feed()  # others wake whichever there is
-        self._seats: dict[str, str] = {}  # the replica ids of the quorum's members that were not missed yet
-        self._present: set[str] = set()
-        self._missed: dict[str, tuple[str, float]] = {}  # without a cause, by member: the replica id, and until when
+        self._seats: dict[str, str] = {}  # the replica ids of the quorum's members that are not lost yet
+        self._missed: dict[str, float] = {}  # until when those are waited for that are gone without a cause
         self._replicas = ParsedKeys(parse_replica)
-        self._thread = concurrency.StepThread(
-            self._step,
-            "ftcoord-vigil",
-            wake=lambda: self._feed.wake(),
-            end=lambda: self._feed.close(),
-            failed=on_failed,
-        )
         with contextlib.ExitStack() as undo:
             undo.callback(self._etcd.close)
-            self._thread.start()
+            spans = [members_span(self._job.prefix)]
+            self._informer = Informer(self._etcd, spans, self._report, "ftcoord-vigil", on_failed, deletes_only=True)
             undo.pop_all()
 
     def follow(self, quorum_id: int) -> None:
         """Watch this quorum from now on, and no other."""
         self._wanted = quorum_id
-        self._feed.wake()
+        self._informer.report_again()
 
     def close(self) -> None:
         """Stop reporting. Waits for a running call of `on_lost`, unless that calls this. Idempotent."""
-        self._thread.close()
+        self._informer.close()
         self._etcd.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        if self._wanted != self._followed:
-            self._begin(self._wanted)
-            return  # to look at what is wanted again: who changed it meanwhile may have woken the feed of before
-        if self._feed.synced:
-            self._note_gone()
-        left = min((until for _, until in self._missed.values()), default=inf) - concurrency.now()
-        if left <= 0:
-            self._judge()
-            return
-        news = self._feed.next(min(left, concurrency.LONGEST_WAIT))
-        for change in news or ():
-            if change.now is None:
-                self._present.discard(member_of(change.key))
-            else:
-                self._present.add(member_of(change.key))
-
-    def _begin(self, quorum_id: int | None) -> None:
-        self._seats = self._read_seats(quorum_id)
-        self._feed.close()
-        self._feed, self._followed = self._new_feed(), quorum_id
-        self._present.clear()
-        self._missed.clear()
-
-    def _note_gone(self) -> None:
-        gone = [member for member in self._seats if member not in self._present]
+    def _report(self, members: Mirror) -> float:
+        if (wanted := self._wanted) is None:
+            return inf
+        if wanted != self._followed:
+            self._seats = self._read_seats(wanted)
+            self._followed = wanted
+            self._missed.clear()
+            members.forget()  # etcd sends only who goes: read who has come since
+            return concurrency.now()
+        gone = {one: name for one, name in self._seats.items() if member_key(self._job.prefix, one) not in members.kvs}
         causes = causes_of(self._etcd, self._job.prefix, gone) if gone else {}
-        for member in gone:
-            replica_id = self._seats.pop(member)
-            if member in causes:
-                self._report(replica_id, causes[member])
-            else:
-                self._missed[member] = replica_id, concurrency.now() + self._job.heartbeat_timeout
-
-    def _judge(self) -> None:
-        """Report those whose time is over, unless a live member has their name."""
         now = concurrency.now()
-        over = {member: name for member, (name, until) in self._missed.items() if until <= now}
+        until = now + self._job.heartbeat_timeout
+        silent = {one for one in gone if one not in causes and self._missed.setdefault(one, until) <= now}
+        live = self._live() if silent else frozenset()
+        for member in silent | causes.keys():
+            name = self._seats.pop(member)
+            self._missed.pop(member, None)
+            if member in causes or name not in live:
+                self._on_lost(wanted, name, causes.get(member, ""))
+            else:  # under another id, which the next decision has
+                self._followed = None
+        return now if self._followed is None else min(self._missed.values(), default=inf)
+
+    def _live(self) -> frozenset[str]:
+        """The replica ids of all members."""
         found = self._etcd.range(Get(members_span(self._job.prefix))).kvs
-        names = {one.request.replica_id for _, one in self._replicas.of(found)}
-        causes = causes_of(self._etcd, self._job.prefix, over)
-        for member, replica_id in over.items():
-            del self._missed[member]
-            if replica_id not in names:
-                self._report(replica_id, causes.get(member, ""))
-        if not names.isdisjoint(over.values()):  # under other ids, which the feed does not know; the next decision does
-            self._followed = None
+        return frozenset(one.request.replica_id for _, one in self._replicas.of(found))
 
-    def _report(self, replica_id: str, cause: str) -> None:
-        if not self._thread.closed and self._followed is not None:
-            self._on_lost(self._followed, replica_id, cause)
-
-    def _read_seats(self, quorum_id: int | None) -> dict[str, str]:
+    def _read_seats(self, quorum_id: int) -> dict[str, str]:
         """The replica ids of the quorum's members, by member id; empty if etcd no longer has the quorum. The others may
         have decided another one meanwhile, while this rank's collectives still wait for those of its own."""
         revision = 0  # the newest
@@ -514,6 +474,3 @@ class QuorumWatch(Closing):
             revision = decided.mod_revision - 1
         log.warning("quorum %s is not in etcd's history: who is lost of it is not reported", quorum_id)
         return {}
-
-    def _new_feed(self) -> Feed:
-        return Feed(self._etcd, members_span(self._job.prefix), deletes_only=True)

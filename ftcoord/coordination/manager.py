@@ -11,21 +11,18 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from secrets import token_hex
 from typing import Final
 
 from ftcoord import concurrency
-from ftcoord.coordination import checks
-from ftcoord.coordination.address import Job, parse_address
-from ftcoord.coordination.connection import connect, in_url, own_place, torchft_errors
-from ftcoord.coordination.kills import watch_kills
-from ftcoord.coordination.native import NativeRanks
+from ftcoord.coordination import api
+from ftcoord.coordination.address import Job, connect, in_url, own_place, parse_address
+from ftcoord.coordination.native import serve_ranks
 from ftcoord.coordination.port import listen, stop_listening
 from ftcoord.coordination.rank_port import RankPort
 from ftcoord.coordination.ranks import RankGroup, RankRequest, end_process
-from ftcoord.coordination.replica import Replica
+from ftcoord.coordination.replica import Replica, watch_kills
 from ftcoord.core.layout import member_of
 from ftcoord.core.manager_address import TOKEN_BYTES, with_token
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest
@@ -45,31 +42,27 @@ REJOIN_PAUSE: Final = 1.0
 """Seconds between two attempts to rejoin: a manager that loses its lease each time must not overload etcd."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupIdentity:
-    """The constants of a replica group. `hostname` is the name by which others reach the manager's host."""
-
-    replica_id: str
-    hostname: str
-    store_address: str
-    world_size: int
-
-
 class ManagedGroup:
     """A replica group in a job, from its creation until `close()`.
 
-    Args:
-        identity: the group's constants.
-        lighthouse_addr: the job's address.
-        bind: where to listen for the ranks, see `own_place`.
-        connect_timeout: seconds to wait for etcd.
+    The arguments are those of `ManagerServer`; `connect_timeout` in seconds.
 
     Raises RuntimeError. Everything that was made is then released.
     """
 
-    def __init__(self, identity: GroupIdentity, lighthouse_addr: str, bind: str, connect_timeout: float) -> None:
+    def __init__(
+        self,
+        replica_id: str,
+        lighthouse_addr: str,
+        hostname: str,
+        *,
+        bind: str,
+        store_addr: str,
+        world_size: int,
+        connect_timeout: float,
+    ) -> None:
         show_if_asked()
-        self._identity, self._pid = identity, os.getpid()
+        self._store_address, self._world_size, self._pid = store_addr, world_size, os.getpid()
         self._closed = concurrency.event()
         self._made = concurrency.event()
         """Set when the constructor has ended: until then nobody else ends this."""
@@ -79,18 +72,20 @@ class ManagedGroup:
         with ExitStack() as ends:
             try:
                 serve_process(MetricsAddress.of_environment())
-                place, host = own_place(bind, identity.hostname, parse_address(lighthouse_addr))
+                place, host = own_place(bind, hostname, parse_address(lighthouse_addr))
                 listener = listen(place)
                 ends.callback(stop_listening, listener)
                 job, etcd = connect(lighthouse_addr, connect_timeout)
                 ends.callback(etcd.close)
-                self._replica = Replica(etcd, job, identity.replica_id, keeps_lease=True)
+                self._replica = Replica(etcd, job, replica_id, keeps_lease=True)
                 ends.callback(self._replica.leave, LEAVE_TIMEOUT)
                 self._join(job, connect_timeout)
                 ends.callback(watch_kills(etcd, job.prefix, self._obey, self._fail).close)
-                self._start_staying(ends)
+                concurrency.thread(self._stay, "ftcoord-beats").start()
+                ends.callback(self._replica.leave, LEAVE_TIMEOUT)  # which wakes that thread
+                ends.callback(self._closed.set)
                 address = f"http://{in_url(host)}:{listener.getsockname()[1]}"
-                ranks = RankGroup(identity.replica_id, identity.world_size, self._ask, bool(job.allow_kill))
+                ranks = RankGroup(replica_id, world_size, self._ask, bool(job.allow_kill))
                 own_port = None
                 if job.native:  # torchft's port is that of `bind`, for it is in what its classes see of the address
                     listener = self._serve_native(listener, place, ranks, ends)
@@ -118,13 +113,14 @@ class ManagedGroup:
         listener = listen(f"{host}:0")
         ends.callback(stop_listening, listener)
         stop_listening(reserved)
-        ends.callback(NativeRanks(f"{host}:{port}", ranks).close)
+        native = serve_ranks(f"{host}:{port}", ranks)
+        ends.callback(native.close, wait=False)  # a call that asks for the group ends when the replica leaves
         return listener
 
     def _obey(self, order: KeyValue) -> None:
         """End this process if an order names a member that it is, or was. It writes why, and gives its lease up, so
         that who gave the order sees at once that it goes, also without a sentinel."""
-        if self._replica.was(member_of(order.key)):
+        if self._replica.participant.was(member_of(order.key)):
             message, host = order.value.decode(errors="replace"), f"{socket.gethostname()} (pid {os.getpid()})"
             try:
                 self._replica.leave(LEAVE_TIMEOUT, f"{host} was ended by an order: {neutral(message)}")
@@ -133,61 +129,45 @@ class ManagedGroup:
 
     def _join(self, job: Job, timeout: float) -> None:
         try:
-            with torchft_errors():
+            with api.torchft_errors():
                 self._replica.beat(concurrency.now() + timeout)
         except (TimeoutError, RuntimeError) as error:
             raise RuntimeError(f"failed to join the job at {job}: {error}") from None
 
     def _ask(self, requests: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
-        identity = self._identity
         request = QuorumRequest(
-            replica_id=identity.replica_id,
+            replica_id=self._replica.replica_id,
             address=self.address,
-            store_address=identity.store_address,
+            store_address=self._store_address,
             step=last.step,
-            world_size=identity.world_size,
+            world_size=self._world_size,
             shrink_only=last.shrink_only,
-            data="",
             commit_failures=last.commit_failures,
-            handles=tuple(requests[rank].handle for rank in range(identity.world_size) if rank in requests),
+            handles=tuple(requests[rank].handle for rank in sorted(requests)),
         )
         return self._replica.ask(request, concurrency.now() + last.timeout)
 
-    # -- the thread that joins again ----------------------------------------------------------------------------------
-
-    def _start_staying(self, ends: ExitStack) -> None:
-        thread = concurrency.thread(self._run_staying, "ftcoord-beats")
-
-        def end() -> None:
-            self._closed.set()
-            self._replica.leave(LEAVE_TIMEOUT)  # which wakes the thread
-            if thread is not concurrency.current_thread():  # it is when that thread has failed
-                thread.join(LEAVE_TIMEOUT)
-
-        thread.start()
-        ends.callback(end)
-
-    def _run_staying(self) -> None:
+    def _stay(self) -> None:
+        """On a thread of its own: rejoin under a new lease when the last one is lost, even if no rank asks."""
         try:
-            self._stay()
+            while True:
+                self._replica.await_loss(None)
+                if self._closed.is_set():
+                    return
+                self._closed.wait(self._rejoin())
         finally:
             error = sys.exc_info()[1]
             if error is not None:
                 self._fail(error)
 
-    def _stay(self) -> None:
-        """Rejoin under a new lease when the last one is lost, even if no rank asks. Returns when the group is
-        closed."""
-        while not self._closed.is_set():
-            self._replica.await_loss(None)
-            if self._closed.is_set():
-                return
-            try:
-                self._replica.beat(concurrency.now() + REJOIN_TIMEOUT)
-                self._closed.wait(REJOIN_PAUSE)
-            except (TimeoutError, ServerError, EtcdError) as error:
-                log.info("the manager did not rejoin, and tries again: %s", error)
-                self._closed.wait(REJOIN_TIMEOUT)
+    def _rejoin(self) -> float:
+        """Returns the seconds until it may be tried again."""
+        try:
+            self._replica.beat(concurrency.now() + REJOIN_TIMEOUT)
+            return REJOIN_PAUSE
+        except (TimeoutError, ServerError, EtcdError) as error:
+            log.info("the manager did not rejoin, and tries again: %s", error)
+            return REJOIN_TIMEOUT
 
     def _fail(self, error: BaseException) -> None:
         """A thread of this group has failed: leave the job, so that nobody waits for this group.
@@ -196,7 +176,7 @@ class ManagedGroup:
         """
         self._made.wait()
         if self._ends:
-            what = self._identity.replica_id
+            what = self._replica.replica_id
             log.critical("manager %s leaves the job, for a thread of it has failed: %r", what, error)
             self.close()
 
@@ -235,19 +215,16 @@ class ManagerServer:
         connect_timeout: timedelta,
         quorum_retries: int,
     ) -> None:
-        checks.seconds("heartbeat_interval", heartbeat_interval)
-        checks.integer("quorum_retries", quorum_retries, -checks.LARGEST - 1)
-        identity = GroupIdentity(
-            replica_id=checks.string("replica_id", replica_id),
-            hostname=checks.string("hostname", hostname),
-            store_address=checks.string("store_addr", store_addr),
-            world_size=checks.integer("world_size", world_size),
-        )
+        api.seconds("heartbeat_interval", heartbeat_interval)
+        api.integer("quorum_retries", quorum_retries, -api.LARGEST - 1)
         self._group = ManagedGroup(
-            identity,
-            checks.string("lighthouse_addr", lighthouse_addr),
-            checks.string("bind", bind),
-            checks.seconds("connect_timeout", connect_timeout),
+            api.string("replica_id", replica_id),
+            api.string("lighthouse_addr", lighthouse_addr),
+            api.string("hostname", hostname),
+            bind=api.string("bind", bind),
+            store_addr=api.string("store_addr", store_addr),
+            world_size=api.integer("world_size", world_size),
+            connect_timeout=api.seconds("connect_timeout", connect_timeout),
         )
         self._cancel_close = concurrency.when_forgotten(self, self._group.close)
 

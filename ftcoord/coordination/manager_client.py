@@ -11,14 +11,12 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ftcoord import concurrency
-from ftcoord.coordination import checks
-from ftcoord.coordination.checks import TRANSPORT_ERROR, Failure
-from ftcoord.coordination.connection import check_process, torchft_errors, unreachable
+from ftcoord.coordination import api
+from ftcoord.coordination.api import Failure
 from ftcoord.coordination.native import NativeManager
 from ftcoord.coordination.port import WrongKey
 from ftcoord.coordination.rank_port import ManagerLines
 from ftcoord.coordination.ranks import KillOrder, MetadataQuery, NoSuchRank, RankCall, RankGroup, RankRequest, TimedVote
-from ftcoord.coordination.types import with_known_token, without_token
 from ftcoord.core.manager_address import key_of
 from ftcoord.core.recovery import QuorumResult
 
@@ -42,17 +40,20 @@ class ManagerClient:
     def __new__(cls, addr: str, connect_timeout: timedelta) -> ManagerClient:
         # torchft's own tests rely on `mock`'s autospec not seeing the signature, as with a native class.
         client = super().__new__(cls)
-        client._address, token = with_known_token(checks.string("addr", addr))
+        client._address, client._token = api.with_known_token(api.string("addr", addr))
         client._pid = os.getpid()
-        client._way = ManagerWay(client._address, token)
-        concurrency.when_forgotten(client, client._way.close)
+        client._ways = []
+        concurrency.when_forgotten(client, _close_all, client._ways)
         if RankGroup.at(client._address) is None:
-            client._way.find(checks.seconds("connect_timeout", connect_timeout))
+            client._find(api.seconds("connect_timeout", connect_timeout))
         return client
 
     _address: str
+    _token: str
+    """What `parted` found: ftcoord's own protocol is used. Empty: torchft's, without a token."""
     _pid: int
-    _way: ManagerWay
+    _ways: list[ManagerLines | NativeManager]
+    """The way to a manager in another process; none while it is in this one. Two threads may find the same one."""
 
     def _quorum(
         self,
@@ -83,18 +84,18 @@ class ManagerClient:
                 quorum.
         """
         request = RankRequest(
-            rank=checks.integer("group_rank", group_rank),
-            step=checks.integer("step", step, -checks.LARGEST - 1),
-            metadata=checks.string("checkpoint_metadata", checkpoint_metadata),
-            shrink_only=checks.boolean("shrink_only", shrink_only),
-            commit_failures=checks.integer("commit_failures", commit_failures, -checks.LARGEST - 1),
-            timeout=checks.seconds("timeout", timeout),
-            handle=checks.string("reconfigure_handle", reconfigure_handle),
-            init_sync=checks.boolean("init_sync", init_sync),
+            rank=api.integer("group_rank", group_rank),
+            step=api.integer("step", step, -api.LARGEST - 1),
+            metadata=api.string("checkpoint_metadata", checkpoint_metadata),
+            shrink_only=api.boolean("shrink_only", shrink_only),
+            commit_failures=api.integer("commit_failures", commit_failures, -api.LARGEST - 1),
+            timeout=api.seconds("timeout", timeout),
+            handle=api.string("reconfigure_handle", reconfigure_handle),
+            init_sync=api.boolean("init_sync", init_sync),
         )
         answer = self._call(request, request.timeout)
         result = answer if isinstance(answer, QuorumResult) else QuorumResult(**answer)
-        result.recover_src_manager_address = without_token(result.recover_src_manager_address)
+        result.recover_src_manager_address = api.without_token(result.recover_src_manager_address)
         return result
 
     def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
@@ -110,10 +111,10 @@ class ManagerClient:
         when the manager is gone.
         """
         vote = TimedVote(
-            rank=checks.integer("group_rank", group_rank),
-            step=checks.integer("step", step, -checks.LARGEST - 1),
-            yes=checks.boolean("should_commit", should_commit),
-            timeout=checks.seconds("timeout", timeout),
+            rank=api.integer("group_rank", group_rank),
+            step=api.integer("step", step, -api.LARGEST - 1),
+            yes=api.boolean("should_commit", should_commit),
+            timeout=api.seconds("timeout", timeout),
         )
         return bool(self._call(vote, vote.timeout))
 
@@ -127,8 +128,8 @@ class ManagerClient:
         Raises TimeoutError when the manager does not answer in time, and RuntimeError when it is gone or the rank has
         not asked yet.
         """
-        query = MetadataQuery(checks.integer("rank", rank))
-        return str(self._call(query, checks.seconds("timeout", timeout)))
+        query = MetadataQuery(api.integer("rank", rank))
+        return str(self._call(query, api.seconds("timeout", timeout)))
 
     def kill(self, message: str, timeout: timedelta = timedelta(seconds=10)) -> None:
         """Make the manager's process exit with status 1, if its job has `allow_kill=1`. `LighthouseClient.kill` does
@@ -140,9 +141,9 @@ class ManagerClient:
 
         Raises TimeoutError when the manager does not answer in time, and RuntimeError when it is gone or refuses.
         """
-        order = KillOrder(checks.string("message", message))
-        answer = self._answer(order, checks.seconds("timeout", timeout))
-        if answer != TRANSPORT_ERROR:  # that is how it looks when the process has ended before it answered
+        order = KillOrder(api.string("message", message))
+        answer = self._answer(order, api.seconds("timeout", timeout))
+        if answer != api.TRANSPORT_ERROR:  # that is how it looks when the process has ended before it answered
             raise answer.error()
 
     def _call(self, call: RankCall, timeout: float) -> Any:
@@ -152,68 +153,51 @@ class ManagerClient:
         return answer
 
     def _answer(self, call: RankCall, timeout: float) -> Any:
-        check_process(self._pid)
+        api.check_process(self._pid)
         deadline = concurrency.now() + timeout
-        with torchft_errors():
+        with api.torchft_errors():
             group = RankGroup.at(self._address)
             try:
-                return self._way.call(call, deadline) if group is None else call_here(group, call, deadline)
+                if group is not None:
+                    return group.call(call, deadline)
+                if not self._ways:  # it was in this process, which it is not any more
+                    self._ways.append(self._connect(deadline))
+                return self._ways[0].call(call, deadline)
             except NoSuchRank as error:  # as a manager in another process answers it
                 return Failure("InvalidArgument", str(error))
+            except TimeoutError:
+                raise
+            except OSError as error:
+                return Failure("Unavailable", f"tcp connect error: {error}")
 
-
-class ManagerWay:
-    """The connection to a manager in another process.
-
-    Args:
-        address: `http://host:port`.
-        fragment: what `parted` found: ftcoord's own protocol is used. Empty: torchft's, without a token.
-    """
-
-    def __init__(self, address: str, fragment: str) -> None:
-        self._address, self._fragment = address, fragment
-        # Any thread, as a whole: two that find the manager at the same time find the same one.
-        self._calls: ManagerLines | NativeManager | None = None
-
-    def find(self, timeout: float) -> None:
+    def _find(self, timeout: float) -> None:
         """Connect to the manager. Raises RuntimeError when that fails for `timeout` seconds."""
         deadline = concurrency.now() + timeout
         try:
             place_of(self._address)
         except ValueError as error:
-            raise unreachable(self._address, timeout, error, "it is that of a manager") from None
+            raise api.unreachable(self._address, timeout, error, "it is that of a manager") from None
         while True:
             try:
-                self._calls = self._connect(deadline)
+                self._ways.append(self._connect(deadline))
                 return
             except OSError as error:
                 if isinstance(error, WrongKey) or concurrency.now() + LOOKUP_INTERVAL >= deadline:
-                    raise unreachable(self._address, timeout, error, "its manager") from None
+                    raise api.unreachable(self._address, timeout, error, "its manager") from None
             concurrency.sleep(LOOKUP_INTERVAL)
-
-    def call(self, call: RankCall, deadline: float) -> Any:
-        """The answer to a call, which may be a Failure. Raises TimeoutError after the monotonic `deadline`."""
-        try:
-            if self._calls is None:  # it was in this process, which it is not any more
-                self._calls = self._connect(deadline)
-            return self._calls.call(call, deadline)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            return Failure("Unavailable", f"tcp connect error: {error}")
-
-    def close(self) -> None:
-        """Close the connection. Call it when no call is in progress."""
-        if self._calls is not None:
-            self._calls.close()
 
     def _connect(self, deadline: float) -> ManagerLines | NativeManager:
         """Raises OSError."""
         host, port = place_of(self._address)
-        if not self._fragment:
+        if not self._token:
             return NativeManager(host, port, deadline)
-        key, own_port = key_of(self._fragment)
+        key, own_port = key_of(self._token)
         return ManagerLines(host, own_port or port, key, deadline)
+
+
+def _close_all(ways: list[ManagerLines | NativeManager]) -> None:
+    for one in ways:
+        one.close()
 
 
 def place_of(address: str) -> tuple[str, int]:
@@ -223,11 +207,3 @@ def place_of(address: str) -> tuple[str, int]:
         raise ValueError("it is not of the form http://host:port")
     parts.hostname.encode("idna")  # as a look-up does: a UnicodeError is a ValueError
     return parts.hostname, parts.port
-
-
-def call_here(group: RankGroup, call: RankCall, deadline: float) -> Any:
-    """Call a manager in this process. Raises the call's error."""
-    waiting, to_answer, ask_for_all = group.begin(call)
-    if ask_for_all is not None:
-        ask_for_all.run()
-    return to_answer(waiting.wait(deadline))

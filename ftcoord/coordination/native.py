@@ -15,9 +15,8 @@ from typing import Any, Final, NamedTuple, NoReturn, cast
 from google.protobuf.message import DecodeError
 
 from ftcoord import concurrency, fork
-from ftcoord.coordination import checks, ranks
-from ftcoord.coordination.checks import Failure
-from ftcoord.coordination.types import timestamp
+from ftcoord.coordination import api, ranks
+from ftcoord.coordination.api import Failure
 from ftcoord.core import recovery
 from ftcoord.core.manager_address import parted
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, data_problem
@@ -98,7 +97,7 @@ def read_quorum_request(message: bytes) -> QuorumRequest:
 
 def write_quorum(quorum: QuorumRecord) -> bytes:
     """The answer to all members of a quorum, without tokens: who calls a gateway has shown no right to one."""
-    at = timestamp(quorum)
+    at = api.timestamp(quorum)
     names = QuorumRequest.__slots__
     members = [
         {**{name: getattr(one, name) for name in names}, "address": parted(one.address)[0]} for one in quorum.requests
@@ -174,22 +173,22 @@ def answering(context: grpc.ServicerContext) -> Iterator[None]:
         yield
     except ValueError as error:
         abort(context, Failure("InvalidArgument", str(error)))
-    except checks.KNOWN as error:
+    except api.KNOWN as error:
         abort(context, Failure.of(error))
 
 
 def abort(context: grpc.ServicerContext, failure: Failure) -> NoReturn:
     """End a call with this failure."""
     log.debug("a call ended: %s", failure.message)
-    message = "Timeout expired" if failure.code in checks.TIMED_OUT else failure.message
+    message = "Timeout expired" if failure.code in api.TIMED_OUT else failure.message
     context.abort(STATUS_CODES[failure.code], message)
     raise AssertionError("gRPC's abort raises")
 
 
 def time_left(context: grpc.ServicerContext) -> float:
-    """Seconds until the answer is due; checks.TEN_YEARS for a call without a timeout."""
+    """Seconds until the answer is due; api.TEN_YEARS for a call without a timeout."""
     left = context.time_remaining()
-    return checks.TEN_YEARS if left is None else min(max(left - min(left / 10, EARLY_ANSWER), 0), checks.TEN_YEARS)
+    return api.TEN_YEARS if left is None else min(max(left - min(left / 10, EARLY_ANSWER), 0), api.TEN_YEARS)
 
 
 # -- the servers -------------------------------------------------------------------------------------------------------
@@ -270,50 +269,28 @@ MOST_NATIVE: Final = 256
 KEEPALIVE: Final = 15.0
 
 
-class NativeRanks:
-    """Serves torchft's own ranks and peers until `close()`.
+def serve_ranks(place: str, group: ranks.RankGroup) -> NativeServer:
+    """Serve torchft's own ranks and peers at `host:port` or `[address]:port`. Raises ServerError when that is
+    impossible."""
 
-    Args:
-        place: where to listen, `host:port` or `[address]:port`.
-        group: the ranks.
-
-    Raises ServerError when it cannot listen there.
-    """
-
-    def __init__(self, place: str, group: ranks.RankGroup) -> None:
-        self._group = group
-        self._server = NativeServer(
-            place,
-            MANAGER,
-            {method.name: functools.partial(self._answer, method) for method in _METHODS},
-            most_calls=SPARE_RPCS + MOST_RPCS_OF_RANK * group.world_size,
-            most_connections=MOST_NATIVE,
-            keepalive=KEEPALIVE,
-            name="ftcoord-native",
-        )
-
-    def close(self) -> None:
-        """End all calls. Idempotent.
-
-        Does not wait for a call that asks for the group: its request ends when the replica leaves, after this.
-        """
-        self._server.close(wait=False)
-
-    def _answer(self, method: _Method, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """On a thread of the call's own."""
+    def answer(method: _Method, message: bytes, context: grpc.ServicerContext) -> bytes:
         with answering(context):
             left = time_left(context)
             deadline = concurrency.now() + left
-            call = method.read_call(message, left)
-            if isinstance(call, ranks.KillOrder):
-                abort(context, self._group.kill(call.message))
-            waiting, to_answer, ask_for_all = self._group.begin(call)
-            if ask_for_all is not None:
-                ask_for_all.run()
-            answer = to_answer(waiting.wait(deadline, context.add_callback))
-            if isinstance(answer, Failure):
-                abort(context, answer)
-            return method.write_answer(answer)
+            told = group.call(method.read_call(message, left), deadline, context.add_callback)
+            if isinstance(told, Failure):
+                abort(context, told)
+            return method.write_answer(told)
+
+    return NativeServer(
+        place,
+        MANAGER,
+        {method.name: functools.partial(answer, method) for method in _METHODS},
+        most_calls=SPARE_RPCS + MOST_RPCS_OF_RANK * group.world_size,
+        most_connections=MOST_NATIVE,
+        keepalive=KEEPALIVE,
+        name="ftcoord-native",
+    )
 
 
 # -- the caller --------------------------------------------------------------------------------------------------------
@@ -357,17 +334,13 @@ class NativeManager:
         try:
             told: bytes = invoke(method.write_call(call), timeout=max(deadline - concurrency.now(), 0))
         except grpc.RpcError as error:
-            return _failure(error)
+            code, details = error.code(), error.details() or ""
+            # A call that was sent but not answered failed in transport, as with torchft's own client.
+            if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" not in details.lower():
+                return api.TRANSPORT_ERROR
+            return Failure(_NAMES[code], details)
         return method.read_answer(told)
 
     def close(self) -> None:
         """End calls in progress. Idempotent."""
         self._channel.close()
-
-
-def _failure(error: grpc.RpcError) -> Failure:
-    """The failure of a call. One that was sent but not answered failed in transport, as with torchft's own client."""
-    code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" not in details.lower():
-        return checks.TRANSPORT_ERROR
-    return Failure(_NAMES[code], details)

@@ -228,7 +228,7 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         wake: Callable[[], None],
     ) -> None:
         self._job, self._replica_id, self._causes = job, replica_id, causes
-        self._seen, self._wake = HighestSeen(), wake
+        self.seen, self._wake = HighestSeen(), wake
         self._newest_lock = concurrency.lock("QuorumUse._newest_lock")
         self._newest: QuorumRecord | None = None  # guarded by it
         # The numbers of requests: the last one, written by `stamp`, and the last one that needs no answer any more,
@@ -253,19 +253,15 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
 
     def policy(self) -> QuorumPolicy:
         job = self._job
-        return QuorumPolicy(self.prefix, job.options, self._seen, self._causes)
+        return QuorumPolicy(self.prefix, job.options, self.seen, self._causes)
 
     def parse(self, key: str, value: bytes) -> QuorumRecord:
         """The record; or a later one, if that was read before: an answer and a watch may overtake each other."""
-        record, self.why = self._seen.read(key, value), ""
+        record, self.why = self.seen.read(key, value), ""
         with self._newest_lock:
             if self._newest is None or record.number >= self._newest.number:
                 self._newest = record
             return self._newest
-
-    def takes(self, quorum: QuorumRecord, asked: int) -> None:
-        """The replica takes part in this quorum, which answers its request number `asked`: its caller is told of it."""
-        self._seen.takes(quorum, asked)
 
     def stamp(self, ask: ReplicaRecord) -> ReplicaRecord:
         self._writes += 1
@@ -274,12 +270,12 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
             self._asked, self._last = self._asked + 1, request
         if asked and self._last is not None:  # an earlier call writes again: else nobody would know of the last request
             asked, request = self._asked, self._last
-        now = self._seen.highest  # by its class: `replace` takes several times as long, for each replica at each step
+        now = self.seen.highest  # by its class: `replace` takes several times as long, for each replica at each step
         return ReplicaRecord(request, asked, now.id, self._writes, now.number, self._job.min_replicas)
 
     def encode(self, ask: ReplicaRecord) -> bytes:
         """An answered request is encoded as none, also when a new member repeats it."""
-        now = self._seen.highest
+        now = self.seen.highest
         return records.encode(replace(ask, asked=ask.asked if self._asks(ask) else 0, after=now.id, heard=now.number))
 
     def _asks(self, ask: ReplicaRecord) -> bool:
@@ -303,7 +299,7 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         if not self._asks(ask):
             return True
         self._must_write = False  # before the line has the ask, and may give it back
-        now, self._asking = self._seen.highest, asking
+        now, self._asking = self.seen.highest, asking
         return self._line.ask(self, Ask(asking.id, asking.since, ask.asked, now.number, now.id, ask.request))
 
     def nobody_asks(self) -> None:
@@ -339,7 +335,7 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         return next((rank for rank, seat in enumerate(record.seats) if seat.member in me), None)
 
     def outlook(self, record: QuorumRecord | None, me: Sequence[str], ask: ReplicaRecord) -> Outlook[ReplicaRecord]:
-        found = outlook(record, me, self._replica_id, ask.asked, self._seen.taken)
+        found = outlook(record, me, self._replica_id, ask.asked, self.seen.taken)
         if found.next is Next.WAIT and self._must_write:
             return Outlook(found.standing, Next.WRITE, ask)
         if found.next is Next.RETURN:
@@ -347,18 +343,3 @@ class QuorumUse(Use[QuorumRecord, ReplicaRecord]):
         if found.next is not Next.WRITE:
             return found
         return Outlook(found.standing, found.next, replace(ask, asked=UNNUMBERED))
-
-
-def idle(request: QuorumRequest) -> ReplicaRecord:
-    """What a replica writes while it asks for nothing."""
-    return ReplicaRecord(request)
-
-
-def nothing_of(replica_id: str) -> QuorumRequest:
-    """The request of a replica that has none."""
-    return QuorumRequest(replica_id)
-
-
-def asking(request: QuorumRequest) -> ReplicaRecord:
-    """What a replica writes to ask for the next quorum."""
-    return ReplicaRecord(request, UNNUMBERED)

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, Final
 
 from ftcoord import concurrency
-from ftcoord.coordination import checks, ranks
-from ftcoord.coordination.checks import Failure
+from ftcoord.coordination import api, ranks
+from ftcoord.coordination.api import Failure
 from ftcoord.coordination.port import LARGEST_FRAME, Frame, Line, Peer, Port, WrongKey
 from ftcoord.core.recovery import QuorumResult, result_fields
 from ftcoord.core.strict import build, dump, load
@@ -54,7 +54,7 @@ def parse_call(frame: Frame) -> ranks.RankCall:
     except StateError as error:
         raise ValueError(str(error)) from None
     timeout = getattr(call, "timeout", 0.0)
-    if not 0 <= timeout <= checks.TEN_YEARS:  # nor may it be no number
+    if not 0 <= timeout <= api.TEN_YEARS:  # nor may it be no number
         raise ValueError(f"a call cannot wait for {timeout} seconds")
     return call
 
@@ -104,8 +104,8 @@ class RankPort:
         self, listener: socket.socket, group: ranks.RankGroup, key: bytes, failed: Callable[[BaseException], None]
     ) -> None:
         self._group, self.failed = group, failed
-        # Only the port's thread: the call that waits, what its outcome means for the caller, and until when it waits.
-        self._calls: dict[Peer, tuple[ranks.WaitingCall[Any], Callable[[Any], object], float]] = {}
+        # Only the port's thread: the call that waits, and until when it does.
+        self._calls: dict[Peer, tuple[ranks.WaitingCall[Any], float]] = {}
         self._asks = DaemonPool(ASK_THREADS, "ftcoord-ask")
         self._port = Port(listener, key, self)
 
@@ -128,12 +128,12 @@ class RankPort:
     def tick(self) -> float:
         """Answer the calls whose time is over."""
         now = concurrency.now()
-        for peer, (waiting, to_answer, until) in [*self._calls.items()]:
+        for peer, (waiting, until) in [*self._calls.items()]:
             if until <= now:
-                self._calls[peer] = waiting, to_answer, math.inf  # else the outcome is about to come
+                self._calls[peer] = waiting, math.inf  # else the outcome is about to come
                 if waiting.leave():
                     self._answer(peer, Failure("Cancelled", "the other ranks did not come in time"))
-        return min((until for _, _, until in self._calls.values()), default=math.inf)
+        return min((until for _, until in self._calls.values()), default=math.inf)
 
     def _withdraw(self, peer: Peer) -> None:
         call = self._calls.pop(peer, None)
@@ -153,16 +153,16 @@ class RankPort:
             self._port.close_peer(peer, str(error))
 
     def _make(self, peer: Peer, call: ranks.RankCall) -> None:
-        waiting, to_answer, ask_for_all = self._group.begin(call)
+        waiting = self._group.begin(call)
         # Who asks for metadata closes the connection when its time is over.
-        self._calls[peer] = waiting, to_answer, concurrency.now() + getattr(call, "timeout", math.inf)
+        self._calls[peer] = waiting, concurrency.now() + getattr(call, "timeout", math.inf)
         # On whichever thread completes it, which may hold that of another rank up: so it only wakes the port.
         waiting.outcome.add_done_callback(lambda _: self._port.submit(partial(self._complete, peer, waiting)))
-        if ask_for_all is not None:
+        if waiting.ask is not None:
             try:  # on a thread of its own, which waits for the next request: to start one takes long
-                self._asks.submit(ask_for_all.run).add_done_callback(self._note_end)
+                self._asks.submit(waiting.ask).add_done_callback(self._note_end)
             except ThreadNotStarted as error:
-                ask_for_all.fail(error)
+                waiting.fail(error)
 
     def _note_end(self, asked: Future[None]) -> None:
         error = asked.exception()
@@ -174,8 +174,8 @@ class RankPort:
         if call is None or call[0] is not waiting:
             return  # it has expired, or the caller has gone
         try:
-            answer = call[1](waiting.outcome.result())
-        except (*checks.KNOWN, RuntimeError) as error:
+            answer = waiting.to_answer(waiting.outcome.result())
+        except (*api.KNOWN, RuntimeError) as error:
             answer = Failure.of(error)
         self._answer(peer, answer)
 
@@ -217,7 +217,7 @@ class ManagerLines:
                 line.send(*frame, deadline)
                 answer = parse_answer(line.receive(deadline))
             except (ConnectionError, ValueError):
-                return checks.TRANSPORT_ERROR
+                return api.TRANSPORT_ERROR
             undo.pop_all()
         self._idle.append(line)
         return answer

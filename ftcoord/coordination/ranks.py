@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, Final, Generic, NoReturn, TypeAlias, TypeVar
 
 from ftcoord import concurrency
-from ftcoord.coordination.checks import KILL_REFUSED, RANK_NOT_FOUND, Failure
+from ftcoord.coordination.api import KILL_REFUSED, RANK_NOT_FOUND, Failure
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.core.recovery import QuorumResult, quorum_result
+from ftcoord.core.recovery import quorum_result
 from ftcoord.errors import FtcoordError, ServerError
 from ftcoord.escaping import neutral
 from ftcoord.metrics import process as metrics
@@ -71,19 +71,8 @@ class KillOrder:
 
 RankCall: TypeAlias = RankRequest | TimedVote | MetadataQuery | KillOrder
 
-
-@dataclass(frozen=True, slots=True)
-class GroupAsk:
-    """What the caller of `RankGroup.quorum` must do if it gets one: call `run` or `fail`. The group's ranks wait for
-    it.
-
-    Args:
-        run: asks for the group's quorum. Blocks until there is one.
-        fail: tells the ranks that this is impossible.
-    """
-
-    run: Callable[[], None]
-    fail: Callable[[Exception], None]
+OnEnd: TypeAlias = Callable[[Callable[[], None]], bool]
+"""Registers a function that is called, and does not block, when a caller goes away; returns False if it has gone."""
 
 
 class Meeting(Generic[S, T]):
@@ -148,18 +137,23 @@ class WaitingCall(Generic[T]):
     Args:
         outcome: the future outcome.
         leave: withdraws the call; returns False if the outcome is about to come.
+        to_answer: what an outcome means for this rank; a Failure, or an error that it raises, ends the call.
+        ask: if the group's ranks wait for this one: asks for their quorum, until there is one. Whoever made the call
+            must call this, or `fail` with why that is impossible.
     """
 
     outcome: Future[T]
-    leave: Callable[[], bool]
+    leave: Callable[[], bool] = lambda: True
+    to_answer: Callable[[T], object] = lambda outcome: outcome
+    ask: Callable[[], None] | None = None
+    fail: Callable[[Exception], None] = lambda error: None
 
-    def wait(self, deadline: float, on_end: Callable[[Callable[[], None]], bool] | None = None) -> T:
+    def wait(self, deadline: float, on_end: OnEnd | None = None) -> T:
         """The outcome. If the wait is interrupted, the call is withdrawn.
 
         Args:
             deadline: on the monotonic clock. After it the call is withdrawn, and TimeoutError raised.
-            on_end: registers a function that is called when the caller goes away, which also ends the wait; returns
-                False if the caller has already gone.
+            on_end: for a caller that may go away, which also ends the wait.
         """
         ended = concurrency.event()
         self.outcome.add_done_callback(lambda _: ended.set())
@@ -223,23 +217,30 @@ class RankGroup:
         """Make the group findable for ranks in this process."""
         _local[address] = self
 
-    def begin(self, call: RankCall) -> tuple[WaitingCall[Any], Callable[[Any], object], GroupAsk | None]:
-        """Make a call; returns what to wait for, what its outcome means for the caller, and see `quorum`. Raises
-        NoSuchRank."""
+    def begin(self, call: RankCall) -> WaitingCall[Any]:
+        """Make a call. Raises NoSuchRank."""
         if isinstance(call, RankRequest):
-            waiting, ask_for_all = self.quorum(call)
-            return waiting, partial(self.result, request=call), ask_for_all
+            return self.quorum(call)
         if isinstance(call, TimedVote):
-            return self.vote(call.rank, call.step, call.yes), bool, None
+            return self.vote(call.rank, call.step, call.yes)
         if isinstance(call, MetadataQuery):
-            return self.metadata(call.rank), lambda found: RANK_NOT_FOUND if found is None else found, None
+            return self.metadata(call.rank)
         refused: Future[Failure] = Future()
         refused.set_result(self.kill(call.message))
-        return WaitingCall(refused, lambda: True), lambda failure: failure, None
+        return WaitingCall(refused)
 
-    def quorum(self, request: RankRequest) -> tuple[WaitingCall[QuorumRecord], GroupAsk | None]:
-        """Take part in the group's next request. When a call of each rank waits, the last one also gets the object with
-        which to ask for the quorum. Of a rank's calls the last request counts, and all are answered.
+    def call(self, call: RankCall, deadline: float, on_end: OnEnd | None = None) -> object:
+        """Make a call on this thread; see `WaitingCall.wait`. Returns the answer, which may be a Failure; raises the
+        call's error."""
+        waiting = self.begin(call)
+        if waiting.ask is not None:
+            waiting.ask()
+        return waiting.to_answer(waiting.wait(deadline, on_end))
+
+    def quorum(self, request: RankRequest) -> WaitingCall[QuorumRecord]:
+        """Take part in the group's next request: the outcome means a QuorumResult, or raises NotInQuorum if this group
+        has no seat. When a call of each rank waits, the last one is to `ask`. Of a rank's calls the last request
+        counts, and all are answered.
 
         Raises NoSuchRank: such a rank would count in place of a missing one.
         """
@@ -248,8 +249,13 @@ class RankGroup:
         outcome.add_done_callback(lambda _: self._note_metadata(request, outcome))  # before the rank's own, so that
         # who was answered finds it
         # Whoever gives up does not wait for a request of the group that is under way.
-        waiting = WaitingCall(outcome, lambda: self._requests.leave(outcome) or True)
-        return waiting, GroupAsk(partial(self._ask_for, calls, request), partial(_fail, calls)) if calls else None
+        return WaitingCall(
+            outcome,
+            lambda: self._requests.leave(outcome) or True,
+            lambda quorum: quorum_result(quorum, self._replica_id, request.rank, request.init_sync),
+            partial(self._ask_for, calls, request) if calls else None,
+            partial(_fail, calls),
+        )
 
     def _ask_for(self, calls: Mapping[Future[QuorumRecord], tuple[int, RankRequest]], last: RankRequest) -> None:
         """Ask without a lock: it takes as long as the quorum, and ranks may call for the next one meanwhile."""
@@ -273,10 +279,6 @@ class RankGroup:
             _fail([one for one in futures if not one.done()], RuntimeError(_INTERRUPTED))
             with self._lock:  # an error would keep the frames of its callers, and what these made, until the next call
                 self._asked = {rank: one for rank, one in self._asked.items() if not _has_failed(one[1])}
-
-    def result(self, quorum: QuorumRecord, request: RankRequest) -> QuorumResult:
-        """What a quorum means for the rank that asked. Raises NotInQuorum if this group is not in it."""
-        return quorum_result(quorum, self._replica_id, request.rank, request.init_sync)
 
     def vote(self, rank: int, step: int, yes: bool) -> WaitingCall[bool]:
         """Vote on a step: the outcome is whether the calls of all ranks that wait together said yes, so a vote that is
@@ -313,7 +315,7 @@ class RankGroup:
             outcome.set_result(known)
         else:  # at once if it has ended
             asked[1].add_done_callback(lambda _: outcome.set_result(self._metadata.get(rank)))
-        return WaitingCall(outcome, lambda: True)
+        return WaitingCall(outcome, to_answer=lambda found: RANK_NOT_FOUND if found is None else found)
 
     def _note_metadata(self, request: RankRequest, outcome: Future[QuorumRecord]) -> None:
         if outcome.exception() is None:

@@ -235,6 +235,36 @@ def quorum_prefix(key_prefix: str, job: str) -> str:
     return f"{run_prefix(key_prefix, job)}/{_QUORUM}"
 
 
+def elastic_store_prefix(prefix: str) -> str:
+    """The prefix of the store of a job whose quorums are the groups of `ftcoord.elastic`."""
+    return f"{prefix.removesuffix(f'/{_QUORUM}')}/elastic/"
+
+
+def elastic_run_span(prefix: str) -> Span:
+    """The keys about such a run as a whole: these two."""
+    return Span(f"{store_values_span(elastic_store_prefix(prefix)).start}run/", is_prefix=True)
+
+
+def elastic_stop_key(prefix: str) -> str:
+    """Why its members are to stop at an agreed step; absent while they are not."""
+    return f"{elastic_run_span(prefix).start}stop"
+
+
+def elastic_over_key(prefix: str) -> str:
+    """How it ended last: finished or stopped, a colon, and why."""
+    return f"{elastic_run_span(prefix).start}over"
+
+
+def elastic_end_key(prefix: str, number: int) -> str:
+    """How a group of it ended: the first who writes it decides."""
+    return f"{elastic_ends_span(prefix).start}{number}"
+
+
+def elastic_ends_span(prefix: str) -> Span:
+    """How its groups ended, by their numbers."""
+    return Span(f"{store_values_span(elastic_store_prefix(prefix)).start}ends/", is_prefix=True)
+
+
 def kills_span(prefix: str) -> Span:
     """The kill orders to managers of a job."""
     return Span(f"{prefix}/kill/", is_prefix=True)

@@ -353,6 +353,11 @@ except OSError as error:
 fork of a process with threads, where a lock may be held forever."""
 
 
+def dying_with_parent(command: Sequence[str]) -> list[str]:
+    """The same command; on Linux it is killed when the thread that starts it ends."""
+    return [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command]
+
+
 class ChildProcess:
     """Runs a command until it ends, `close` is called, or this process ends: on Linux also if that is killed with
     SIGKILL, and its forked children live on. Thread-safe.
@@ -389,7 +394,7 @@ class ChildProcess:
         keep = "ETCD_UNSUPPORTED_ARCH"
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command],
+                dying_with_parent(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

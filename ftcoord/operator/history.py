@@ -117,7 +117,7 @@ def _now_of_rounds(status: JobStatus) -> str:
     if state == "running":
         left = f"{size - len(missing)} of " if gone else ""
         return f"Now round {number} runs on {left}{counted(size, 'node')}{gone}."
-    reason = rounds["next"]["reason"]
+    reason = rounds["stop"] or rounds["next"]["reason"]
     return f"Now it is {state}, and was in round {number}{gone}." if gone else f"Now it is {state}: {reason}."
 
 
@@ -151,7 +151,7 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent], deaths: Mappi
     if quorum is not None:
         missing, state = quorum["missing"], quorum["state"]
         # between two steps nobody asks yet: why there is no next quorum is no news then
-        waits = "" if quorum["healthy"] and state == "training" else f"; {quorum['next']['reason']}"
+        waits = "" if quorum["healthy"] and state == "training" else f"; {quorum['stop'] or quorum['next']['reason']}"
         gone = _gone([": ".join(filter(None, (one["replica_id"], one["cause"]))) for one in missing])
         which = f"quorum {quorum['id']} has {counted(quorum['size'], 'replica')}"
         now = f"Now it is {state}: {which if quorum['number'] else 'it had no quorum yet'}{waits}{gone}."
@@ -161,8 +161,12 @@ def _explain_quorums(status: JobStatus, past: Sequence[PastEvent], deaths: Mappi
     if quorum is not None and missing:  # no decision has named these yet
         at, id_ = status["revision"], quorum["id"]
         ends = [_end_of(id_, one["member"], one["replica_id"], deaths=deaths, noted=at) for one in missing]
+    nothing = _nothing(status, now)
+    if quorum is not None and quorum["state"] in DONE:
+        reason = next((one.event.reason for one in reversed(past) if one.event.kind == "closed"), "")
+        return {**nothing, "happened": f"The run has {quorum['state']}: {_after_colon(reason)}.", "now": ""}
     if not ends:
-        return _nothing(status, now)
+        return nothing
     first = history.in_causal_order(ends)[0]
     successor = next((event for event, revision in past if event.kind == "quorum" and revision >= at), None)
     followed = f"Quorum {successor.number} followed: {successor.reason}. " if successor is not None else ""

@@ -269,19 +269,25 @@ def _close(etcd: Etcd, key_prefix: str, order: Order, timeout: float) -> Planned
 
 def _stop(etcd: Etcd, key_prefix: str, order: Order, timeout: float) -> Planned:
     """Have all ranks of a run stop at an agreed step: see `ftcoord.stop`."""
-    prefix = layout.run_prefix(key_prefix, order.job)
-    if _known_job(etcd, key_prefix, order.job).rounds.is_empty:
-        raise NothingThere(f"{order.job!r} has no rendezvous whose ranks could stop together")
+    prefix, keys = layout.run_prefix(key_prefix, order.job), _known_job(etcd, key_prefix, order.job)
+    is_elastic = keys.quorum.arrangement() is not None
+    if keys.rounds.is_empty and not is_elastic:
+        raise NothingThere(f"{order.job!r} has no rendezvous or ftcoord.elastic, whose ranks could stop together")
 
     def act() -> Done:
         left, why = "", order.why("stop asked")
+        if is_elastic:
+            from ftcoord.coordination.replica import order_stop  # only here, as in `_kill`
+
+            left = order_stop(etcd, keys.quorum.prefix, why, by=order.who, timeout=timeout)
 
         def change(now: RoundHead) -> RecordChange | None:
             nonlocal left
             left = rendezvous.why_not_stopped(now)
             return stopping(now, why)
 
-        change_record(etcd, prefix, CLOSED_TTL, change, by=order.who, within=TimeLimit(timeout))
+        if not is_elastic:
+            change_record(etcd, prefix, CLOSED_TTL, change, by=order.who, within=TimeLimit(timeout))
         if left:
             return _done(order, left=[left])
         return _done(order, [f"asked all ranks of {order.job!r} to stop at one agreed step: {why}"])
@@ -301,7 +307,7 @@ def _kill(etcd: Etcd, key_prefix: str, order: Order, timeout: float) -> Planned:
     replica, why = next(iter(found - {""}), name), order.why("killed")
 
     def act() -> Done:
-        from ftcoord.coordination.kills import order_kill  # only here: it brings what managers need
+        from ftcoord.coordination.replica import order_kill  # only here: it brings what managers need
 
         try:
             record = ordered(etcd, prefix, f"{replica}: {why}", target=replica, by=order.who)

@@ -91,7 +91,8 @@ class RoundsStatus(TypedDict):
     """The rendezvous of a run.
 
     Args:
-        state: empty, forming, seating, running, finished, failed, closed or unreadable.
+        state: empty, forming, seating, running, stopping (`stop` is asked), finished, failed, closed, stopped or
+            unreadable.
         healthy: whether the round runs with all of its nodes, or the run has finished.
         number: the last round's number; 0 before the first.
         size: how many seats it has.
@@ -102,6 +103,7 @@ class RoundsStatus(TypedDict):
         next: what the decider decides now.
         members: the live ones: those with a rank first, then by age.
         missing: nodes that have a seat and are gone, by rank.
+        stop: why all ranks are to stop at one step; empty while they are not.
     """
 
     state: str
@@ -120,6 +122,7 @@ class RoundsStatus(TypedDict):
     next: NextDecision
     members: list[NodeStatus]
     missing: list[MissingNode]
+    stop: str
 
 
 class ReplicaStatus(TypedDict):
@@ -170,7 +173,8 @@ class QuorumStatus(TypedDict):
     """The quorums of a job.
 
     Args:
-        state: empty, training, forming (one is seen to ask), idle (no quorum yet) or unreadable.
+        state: empty, training, forming (one is seen to ask), idle (no quorum yet) or unreadable; of `ftcoord.elastic`
+            also stopping (`stop` is asked), finished and stopped.
         healthy: whether all replicas of the last quorum are alive, enough for the next one, and commit their steps.
         number, id: the last quorum's; 0 before the first.
         size: how many replicas it has.
@@ -180,6 +184,7 @@ class QuorumStatus(TypedDict):
         next: what the decider decides now.
         replicas: the live members: those with a rank first, then by age.
         missing: replicas that have a seat and are gone, by rank.
+        stop: why the members of an elastic run are to stop at one step; empty while they are not.
     """
 
     state: str
@@ -193,6 +198,7 @@ class QuorumStatus(TypedDict):
     next: NextDecision
     replicas: list[ReplicaStatus]
     missing: list[MissingReplica]
+    stop: str
 
 
 class TimerStatus(TypedDict):

@@ -22,6 +22,7 @@ from ftcoord.core import (
     rendezvous_records as records,
     strict,
 )
+from ftcoord.core.elastic import Arrangement, arranged
 from ftcoord.core.history import HistoryEvent
 from ftcoord.core.quorum import QuorumCandidate, QuorumOptions, QuorumSituation, attendance, failing
 from ftcoord.core.quorum_records import QuorumRecord, QuorumSeat, ReplicaRecord, parse_quorum, parse_replica
@@ -55,6 +56,7 @@ class GroupKeys:
         below_members: all keys there, oldest first, including those that are not members'.
         deaths: the keys with members' causes of death.
         events: its history, on which no status depends; empty if it was not asked for.
+        stop, over: of a run of `ftcoord.elastic`: why it is to stop, and how it ended last.
     """
 
     prefix: str
@@ -63,6 +65,8 @@ class GroupKeys:
     below_members: tuple[KeyValue, ...] = ()
     deaths: tuple[KeyValue, ...] = ()
     events: tuple[KeyValue, ...] = ()
+    stop: KeyValue | None = None
+    over: KeyValue | None = None
 
     @classmethod
     def of(cls, prefix: str, kvs: Mapping[str, KeyValue]) -> GroupKeys:
@@ -78,12 +82,21 @@ class GroupKeys:
             below_members=tuple(sorted(below(layout.members_span(prefix)), key=attrgetter("create_revision"))),
             deaths=tuple(below(layout.deaths_span(prefix))),
             events=tuple(below(layout.events_span(prefix))),
+            stop=kvs.get(layout.elastic_stop_key(prefix)),
+            over=kvs.get(layout.elastic_over_key(prefix)),
         )
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no such group, and was none in the last hour."""
         return self.decided is None and not self.below_members and not self.deaths
+
+    def arrangement(self) -> Arrangement | None:
+        """The group of `ftcoord.elastic` that its last quorum is; None if it is none, or cannot be read."""
+        try:
+            return arranged(0, parse_quorum(self.decided.key, self.decided.value).seats) if self.decided else None
+        except (StateError, ValueError):
+            return None
 
     def members(self) -> list[KeyValue]:
         """The members' keys, oldest first."""
@@ -177,7 +190,8 @@ def spans_of(key_prefix: str, job: str, *, with_history: bool) -> tuple[layout.S
     """The keys that a job's status depends on, but for its timers; and those of its history."""
     prefix, quorum = layout.run_prefix(key_prefix, job), layout.quorum_prefix(key_prefix, job)
     kinds = [layout.record_span, layout.members_span, layout.deaths_span, *[layout.events_span] * with_history]
-    return (layout.all_seats_span(prefix), *(kind(group) for group in (prefix, quorum) for kind in kinds))
+    of_runs = layout.all_seats_span(prefix), layout.elastic_run_span(prefix)
+    return (*of_runs, *(kind(group) for group in (prefix, quorum) for kind in kinds))
 
 
 # -- the status -------------------------------------------------------------------------------------------------------
@@ -209,10 +223,10 @@ def line_of(status: report.JobStatus) -> report.JobLine:
     standings += [one["standing"] for one in quorum["replicas"]] if quorum else []
     if rounds is not None:
         state = "degraded" if rounds["missing"] and rounds["state"] in ("running", "seating") else rounds["state"]
-        note = rounds["closed"] or rounds["recalled"] or rounds["before"]
+        note = rounds["closed"] or rounds["stop"] or rounds["recalled"] or rounds["before"]
         note = note or ("" if rounds["healthy"] else rounds["next"]["reason"])
     elif quorum is not None:
-        state, note = quorum["state"], "" if quorum["healthy"] else quorum["next"]["reason"]
+        state, note = quorum["state"], quorum["stop"] or ("" if quorum["healthy"] else quorum["next"]["reason"])
         if quorum["id"] and state in ("training", "forming"):  # between two steps of a healthy job some replicas ask
             state = "training" if quorum["healthy"] else "degraded"
     return {
@@ -298,7 +312,7 @@ def _rounds(keys: GroupKeys, options: RoundOptions, unreadable: list[report.Unre
     gone = ((rank, seat) for rank, seat in enumerate(seats) if seat.member not in live)
     missing = [made_of(one, report.MissingNode, rank=rank, cause=causes.get(one.member, "")) for rank, one in gone]
     fewest, most = limits if limits != (0, 0) else round_.limits
-    is_running = state == "running" and not missing and next_["decision"] == "wait"
+    is_running = state in ("running", "stopping") and not missing and next_["decision"] == "wait"
     return made_of(
         round_,
         report.RoundsStatus,
@@ -342,7 +356,7 @@ def _state_of_rounds(previous: Round | None, asks: Sequence[JoinRequest]) -> str
         return previous.outcome or "closed"
     if previous is None or previous.closed or previous.recalled or not previous.size or not asks:
         return "forming" if asks else "empty"
-    return "running" if previous.ready else "seating"
+    return "stopping" if previous.stop and previous.ready else "running" if previous.ready else "seating"
 
 
 def _holder(kv: KeyValue, ask: JoinRequest) -> str:
@@ -405,8 +419,10 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
         options = replace(options, min_replicas=fewest)
     unreadable += members.odd
     quorum = previous or NO_QUORUM
+    group = keys.arrangement() if previous is not None else None
     replicas = [_candidate(kv, record) for kv, record in members.live]
-    statuses, live, fewest = _replicas(quorum, replicas), {_name(one) for one in replicas}, options.min_replicas
+    statuses, fewest = _replicas(quorum, replicas, group), options.min_replicas
+    live = {_name(one) for one in replicas}
     asking = {one["replica_id"] for one in statuses if one["standing"] == "asking"}
     if next_ is None:
         seen = QuorumSituation(replicas, previous, NOW, unreadable=len(members.unread))
@@ -415,6 +431,11 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
             more = f"; start {fewest - len(live)} more" if len(live) < fewest else ""
             next_ = {**next_, "reason": f"{attendance([*asking], len(live), fewest)}{more}"}
         state = "empty" if not statuses else "forming" if asking else "training" if previous else "idle"
+        if keys.stop is not None and state == "training":
+            state = "stopping"
+    over = keys.over.value.decode(errors="replace") if keys.over is not None and not statuses else ""
+    if over and keys.decided is not None:
+        state = over.partition(":")[0]
     trouble, causes = failing(quorum, fewest), keys.causes()
     missing: list[report.MissingReplica] = [
         {"rank": rank, "replica_id": _name(one), "member": one.member, "cause": causes.get(one.member, "")}
@@ -426,13 +447,14 @@ def _quorums(keys: GroupKeys, options: QuorumOptions, unreadable: list[report.Un
         quorum,
         report.QuorumStatus,
         state=state,
-        healthy=is_served and not trouble and not missing,
+        healthy=state in records.DONE or (is_served and not trouble and not missing),
         size=len(quorum.seats),
-        max_step=max((seat.request.step for seat in quorum.seats), default=0),
+        max_step=group.step if group else max((seat.request.step for seat in quorum.seats), default=0),
+        stop=keys.stop.value.decode(errors="replace") if keys.stop is not None else "",
         min_replicas=fewest,
         next={**next_, "reason": _last_death(keys) or "; ".join(filter(None, (next_["reason"], trouble)))},
         replicas=statuses,
-        missing=missing,
+        missing=missing if state not in records.DONE else [],
     )
 
 
@@ -446,14 +468,21 @@ def _name(one: QuorumCandidate | QuorumSeat) -> str:
     return one.request.replica_id
 
 
-def _replicas(quorum: QuorumRecord, replicas: Sequence[QuorumCandidate]) -> list[report.ReplicaStatus]:
+def _replicas(
+    quorum: QuorumRecord, replicas: Sequence[QuorumCandidate], group: Arrangement | None
+) -> list[report.ReplicaStatus]:
+    """Members of an elastic run have their ranks there, and all have the state with which their group began."""
     seats = {_name(seat): (rank, seat.request) for rank, seat in enumerate(quorum.seats)}
     sources, newest = recovery.heals_from(quorum.requests, 0), {_name(one): one.member for one in replicas}
     top, found = max((request.step for _, request in seats.values()), default=0), list[report.ReplicaStatus]()
+    if group is not None:
+        seats = {name: (rank, replace(seats[name][1], step=group.step)) for rank, name in enumerate(group.names)}
+        sources, top = {}, group.step
     for one in replicas:
         is_newest = newest[_name(one)] == one.member
         rank, shown = seats.get(_name(one), (None, one.request)) if is_newest else (None, one.request)
-        shown = one.request if one.asked else shown  # its key has its last request only if it asked through etcd
+        if one.asked and (group is None or rank is None):
+            shown = one.request  # its key has its last request only if it asked through etcd
         has_asked = one.asked > quorum.answered.get(one.member, 0)
         standing = "asking" if has_asked else "idle" if rank is None else "training"
         status = made_of(

@@ -7,6 +7,7 @@ A `Feed` gives its changes to a thread that waits for them, and an `Informer` re
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
@@ -207,20 +208,13 @@ class Feed:
     """Delivers the present keys of `span`, then every change. If changes were missed, or compacted, delivers their
     result.
 
-    With `deletes_only` it delivers, after the present keys, only which of them are gone; etcd sends no other changes.
-
     For one thread; only `wake()` may be called from others.
     """
 
-    def __init__(self, etcd: Etcd, span: Span, *, deletes_only: bool = False) -> None:
+    def __init__(self, etcd: Etcd, span: Span) -> None:
         # The client's threads put into the inbox, `wake()` too; only the reader touches the mirror.
         self._inbox: concurrency.Queue[Apply | None] = concurrency.inbox()
-        self._mirror = Mirror(etcd, span, self._inbox.put, deletes_only)
-
-    @property
-    def synced(self) -> bool:
-        """Whether it has delivered everything that existed when it started."""
-        return self._mirror.synced
+        self._mirror = Mirror(etcd, span, self._inbox.put)
 
     def next(self, timeout: float) -> list[Change] | None:
         """The next changes, in order; None if nothing came for `timeout` seconds, or on `wake()`.
@@ -266,31 +260,35 @@ class Informer(Closing):
         etcd: the etcd client.
         spans: the spans to mirror.
         report: called on the informer's thread with the spans' mirrors: once all are in sync, and then whenever one of
-            them may have changed. If it raises EtcdError or StateError, it is called again half a second later.
+            them may have changed. It may return the monotonic time at which to call it again at the latest. If it
+            raises EtcdError or StateError, it is called again half a second later.
         name: the thread's name.
         failed: called on the thread with the error that ends it: ClientClosed, or an unexpected error, which is logged.
             Nothing is reported after that. Not called for a `close()`.
         gathers: whether to report once for all that has come by then, BATCHES_PER_REPORT at most, as where a report
             costs more than a change does; else each change is reported by itself, as far as etcd tells of them one by
             one.
+        deletes_only: see `Mirror`.
     """
 
     def __init__(
         self,
         etcd: Etcd,
         spans: Sequence[Span],
-        report: Callable[..., None],
+        report: Callable[..., float | None],
         name: str,
-        failed: Callable[[BaseException], None],
+        failed: Callable[[BaseException], object],
         *,
         gathers: bool = False,
+        deletes_only: bool = False,
     ) -> None:
         # The client's threads put into the inbox, and any thread may, to wake the informer's. Only that one takes out
         # and touches the mirrors.
         self._inbox: concurrency.Queue[Apply] = concurrency.inbox()
-        self._mirrors = [Mirror(etcd, span, self._inbox.put) for span in spans]
+        self._mirrors = [Mirror(etcd, span, self._inbox.put, deletes_only) for span in spans]
         self._report, self._at_once = report, BATCHES_PER_REPORT if gathers else 1  # never change
-        self._due = True  # whether there is something to report; only the thread
+        # Whether there is something to report, and when to do so at the latest; only the thread
+        self._due, self._due_at = True, math.inf
         self._thread = StepThread(self._step, name, self.report_again, self._end, failed)
         self._thread.start()
 
@@ -311,15 +309,19 @@ class Informer(Closing):
             if not mirror.synced:
                 mirror.sync()
         if all(mirror.synced for mirror in self._mirrors):
-            self._report(*self._mirrors)
+            due_at = self._report(*self._mirrors)
+            self._due_at = math.inf if due_at is None else due_at
         self._due = False
 
     def _take_in(self) -> None:
         """Wait for the next item or wake, and apply it and the items that are there already."""
         for _ in range(self._at_once):
-            apply = self._inbox.get()
+            left = self._due_at - concurrency.now()
             self._due = True  # also if what follows fails
-            apply()
+            try:
+                self._inbox.get(timeout=None if left == math.inf else max(left, 0))()
+            except concurrency.Empty:  # it is time
+                return
             if self._inbox.empty():  # nobody else takes out of it
                 return
 

@@ -60,7 +60,6 @@ class Node:
         """The last round that it took part in,"""
         self._seat = ""
         """and the member as which it took its seat there."""
-        self._changed = concurrency.condition("Node._changed")  # the participant's
         self.participant: Participant[RoundHead, JoinRequest] = Participant(
             etcd,
             RoundUse(settings.prefix, options, etcd),
@@ -68,8 +67,7 @@ class Node:
             ParticipantOptions(
                 settings.times.lease_ttl, settings.times.run_ttl, settings.times.request_timeout, renews=False
             ),
-            self._changed,
-            self.waiting,  # which returns to the seat: an agent may look for itself only twice a minute
+            lost=self.waiting,  # which returns to the seat: an agent may look for itself only twice a minute
         )
         self.is_drained = False  # becomes True once, on the thread that asks
         """Whether it has left because an operator drained it."""

@@ -173,9 +173,9 @@ def test_a_process_that_is_gone_asks_no_more(crew: Crew) -> None:
     a, b, c = crew.join("a"), crew.join("b"), crew.join("c")
     agreed(ask(a), ask(b), ask(c))
     lost = ask(b, 1)
-    eventually(lambda: "1 participants" in a._participant.reason, "its request has come")
+    eventually(lambda: "1 participants" in a.participant.reason, "its request has come")
     b._use._line.close()
-    eventually(lambda: "0 participants" in a._participant.reason, "it counts no more")
+    eventually(lambda: "0 participants" in a.participant.reason, "it counts no more")
     b.orphan()
     with pytest.raises(RuntimeError):
         lost.result(DEADLINE)
@@ -273,11 +273,11 @@ def test_a_connection_that_ends_is_made_again_and_asks_the_same(crew: Crew, thro
     a, b = crew.join("a"), crew.join("b")
     agreed(ask(a), ask(b))
     waiting = ask(b, 1)
-    eventually(lambda: "1 participants" in a._participant.reason, "it asks")
+    eventually(lambda: "1 participants" in a.participant.reason, "it asks")
     taken = through[0].taken
     through[0].reset()
     eventually(lambda: through[0].taken > taken, "it connects again")
-    eventually(lambda: "1 participants" in a._participant.reason, "it asks again")
+    eventually(lambda: "1 participants" in a.participant.reason, "it asks again")
     assert steps(agreed(ask(a, 1), waiting)) == {"a": 1, "b": 1}
     assert crew.keys_ask() == []
 
@@ -289,7 +289,7 @@ def test_the_next_decider_is_asked_the_same(crew: Crew) -> None:
     a, b, c = crew.join("a"), crew.join("b"), crew.join("c")
     agreed(ask(a), ask(b), ask(c))
     waiting = [ask(b, 1), ask(c, 1)]
-    eventually(lambda: "2 participants" in a._participant.reason, "they ask")
+    eventually(lambda: "2 participants" in a.participant.reason, "they ask")
     crew.etcd.revoke(crew.value(decider_key(crew.job.prefix)).lease)
     assert steps(agreed(*waiting, ask(a, 1))) == {"a": 1, "b": 1, "c": 1}
     assert crew.keys_ask() == []
@@ -298,14 +298,14 @@ def test_the_next_decider_is_asked_the_same(crew: Crew) -> None:
 def test_a_member_whose_key_is_gone_joins_again_and_asks_the_same(crew: Crew) -> None:
     a, b = crew.join("a"), crew.join("b")
     agreed(ask(a), ask(b))
-    before = b._participant.lease
+    before = b.participant.lease
     waiting = ask(b, 1)
-    eventually(lambda: "1 participants" in a._participant.reason, "it asks")
-    member = b._participant.member
+    eventually(lambda: "1 participants" in a.participant.reason, "it asks")
+    member = b.participant.member
     assert member is not None
     crew.etcd.txn((), [Delete(Span(member.group.own.key))])
     # Else the decider may not know it yet.
-    eventually(lambda: b._participant.lease not in (0, before), "it has joined again")
+    eventually(lambda: b.participant.lease not in (0, before), "it has joined again")
     assert steps(agreed(waiting, ask(a, 1))) == {"a": 1, "b": 1}
 
 

@@ -62,26 +62,6 @@ def watch_from_now(client: Client, span: Span, seen: Seen) -> Any:
 # -- reads and transactions -----------------------------------------------------------------------------------------
 
 
-def test_range_put_and_delete(client: Client, prefix: str) -> None:
-    written = [client.put(f"{prefix}/{name}", name.encode()).revision for name in "cab"]
-    client.put(f"{prefix}/a", b"again")
-    everything = Span(prefix, is_prefix=True)
-    found = client.range(Get(everything))
-    assert keys(found) == [f"{prefix}/{name}" for name in "abc"]
-    assert [(kv.value, kv.version) for kv in found.kvs] == [(b"again", 2), (b"b", 1), (b"c", 1)]
-    assert found.count == 3
-    assert found.kvs[2].create_revision == found.kvs[2].mod_revision == written[0]
-    assert client.range(Get(everything, limit=2)).count == 3
-    assert keys(client.range(Get(everything, limit=2))) == [f"{prefix}/a", f"{prefix}/b"]
-    assert client.range(Get(everything, keys_only=True)).kvs[0].value == b""
-    assert client.range(Get(everything, count_only=True)) == RangeResult((), 3, found.revision)
-    assert client.delete(Span(f"{prefix}/b")) == 1
-    assert client.delete(Span(f"{prefix}/b")) == 0
-    assert client.get(f"{prefix}/b").one is None
-    assert client.delete(everything) == 2
-    assert client.range(Get(everything)).kvs == ()
-
-
 def test_a_transaction_that_only_reads_is_not_sent(client: Client, prefix: str) -> None:
     """Its client's end could crash etcd."""
     read = Get(Span(prefix))
@@ -242,19 +222,6 @@ def test_cancel_is_idempotent_and_final(client: Client, prefix: str) -> None:
     assert values(second, 1) == [b"3"]
 
 
-def test_watches_begin_and_end_while_events_come(client: Client, prefix: str) -> None:
-    everything = Seen()
-    watch_from_now(client, Span(prefix), everything)
-    for i in range(100):
-        revision = client.put(prefix, str(i).encode()).revision
-        seen = Seen()
-        watch = client.watch(Span(prefix), revision, seen)
-        if i % 2:
-            assert values(seen, 1) == [str(i).encode()]
-        watch.cancel()
-    assert values(everything, 100) == [str(i).encode() for i in range(100)]
-
-
 def test_a_compacted_start_ends_the_watch(client: Client, prefix: str) -> None:
     revisions = [client.put(prefix, str(i).encode()).revision for i in range(5)]
     client.compact(revisions[3])
@@ -266,19 +233,6 @@ def test_a_compacted_start_ends_the_watch(client: Client, prefix: str) -> None:
     client.watch(Span(prefix), error.compact_revision, other)
     assert values(other, 2) == [b"3", b"4"]
     assert seen.is_quiet()
-
-
-def test_a_watch_from_now_on_says_when_it_stands(client: Client, prefix: str) -> None:
-    seen = Seen()
-    before = client.put(prefix, b"1").revision
-    client.watch(Span(prefix), 0, seen)
-    began = seen.next()
-    assert isinstance(began, Began)
-    assert began.revision >= before
-    client.put(prefix, b"2")
-    (event,) = seen.events(1)
-    assert event.kv.value == b"2"
-    assert event.kv.mod_revision > began.revision
 
 
 def test_a_watch_that_begins_behind_etcds_end_is_told_that_etcd_was_rewound(client: Client, prefix: str) -> None:

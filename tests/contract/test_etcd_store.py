@@ -6,13 +6,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
-import warm
 from doors import Watching
 from helpers import DEADLINE, eventually
 from rdzv_nodes import keys_under, spawn
@@ -142,11 +140,6 @@ def test_a_fence_refuses_writes_for_good(make: MakeEtcdStore, client: EtcdClient
     assert store.num_keys() == 2
 
 
-def test_a_new_store_behind_a_fence_that_is_gone(make: MakeEtcdStore, prefix: str) -> None:
-    with pytest.raises(RoundOver):
-        make(fence=f"{prefix}/fence").set("a", b"1")
-
-
 WAITS: dict[str, Callable[[Store], object]] = {
     "get": lambda store: store.get("absent"),
     "multi_get": lambda store: store.multi_get(["a", "absent"]),
@@ -223,37 +216,3 @@ def test_an_outage_that_lasts_too_long(fragile: EtcdServer, make: MakeEtcdStore)
     store.set_timeout(LONG)
     store.set("a", b"3")
     assert store.get("a") == b"3"
-
-
-# -- process groups ---------------------------------------------------------------------------------------------------
-
-WORKER = """
-import sys
-import torch, torch.distributed as dist
-from datetime import timedelta
-from ftcoord.store import EtcdStore
-
-endpoint, prefix, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-store = EtcdStore(endpoint, prefix, timedelta(seconds=90))
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-total = torch.tensor([rank + 1.0])
-dist.all_reduce(total)
-dist.barrier()
-group = dist.new_group([0, 1])
-dist.all_reduce(total, group=group)
-shapes = [None, None]
-dist.all_gather_object(shapes, {"rank": rank}, group=group)
-dist.monitored_barrier()
-dist.destroy_process_group()
-store.close()
-print(total.item(), shapes)
-"""
-
-
-def test_process_group(etcd: EtcdServer, prefix: str) -> None:
-    with ExitStack() as stack:
-        arguments = ["-c", WORKER, etcd.get_endpoint(), f"{prefix}/"]
-        workers = [stack.enter_context(warm.python(*arguments, str(rank))) for rank in range(2)]
-        outputs = [worker.communicate(timeout=DEADLINE)[0].strip() for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0]
-    assert outputs[0] == outputs[1] == "6.0 [{'rank': 0}, {'rank': 1}]"

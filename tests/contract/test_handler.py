@@ -6,14 +6,13 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from helpers import DEADLINE, eventually
-from rdzv_nodes import MakeNodes, Node, all_signalled, is_waiting, join_all, seats_of, waits
+from rdzv_nodes import MakeNodes, Node, all_signalled, join_all, seats_of, waits
 from torch.distributed import DistStoreError, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -24,7 +23,6 @@ from torch.distributed.elastic.rendezvous import (
 
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import RoundOver
-from ftcoord.etcd.client import EtcdClient
 
 SHORT = timedelta(milliseconds=200)
 
@@ -51,53 +49,6 @@ def test_a_job_of_one_node_without_an_id_is_a_run_of_its_own(make_nodes: MakeNod
     for node in nodes:
         assert join_all([node])[0].round == 1
     assert len({"none", *(node.handler.get_run_id() for node in nodes)}) == 3
-
-
-def test_calling_repeatedly_moves_to_the_next_round(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(3, 3).add(3)
-    first = join_all(nodes)
-    for number in (2, 3, 4):
-        seats = join_all(nodes)
-        assert {seat.round for seat in seats} == {number}
-        assert [seat.rank for seat in seats] == [seat.rank for seat in first]
-
-
-def test_nobody_starts_before_there_are_min_nodes(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(3, 4, last_call_timeout=0.5).add(3)
-    joins = [waits(node) for node in nodes[:2]]
-    threading.Event().wait(1)
-    assert not any(join.done() for join in joins)
-    assert [node.handler.num_nodes_waiting() for node in nodes] == [0, 0, 0]
-    assert len(seats_of([*joins, nodes[2].join()])) == 3
-
-
-def test_the_next_round_is_decided_without_the_last_call(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(1, 4, last_call_timeout=600, settle_timeout=0.5).add(4)
-    join_all(nodes)
-    nodes[3].fail()
-    all_signalled(nodes[:3])
-    assert {seat.world for seat in join_all(nodes[:3])} == {3}
-
-
-def test_a_round_takes_no_more_than_max_nodes(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, 3).add(5)
-    joins = {node: node.join() for node in nodes}
-    eventually(lambda: sum(join.done() for join in joins.values()) == 3, what="three nodes have a seat")
-    assert len(seats_of([join for join in joins.values() if join.done()])) == 3
-    for node, join in joins.items():
-        eventually(lambda node=node, join=join: join.done() or is_waiting(node, join), what="all have joined")
-        assert not node.signalled()
-    assert sum(join.done() for join in joins.values()) == 3
-
-
-def test_join_timeout(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    nodes = make_nodes(2, 2, join_timeout=2)
-    lonely = nodes.one()
-    with pytest.raises(RendezvousTimeoutError, match="join_timeout"):
-        lonely.join().result(DEADLINE)
-    assert lonely.handler.num_nodes_waiting() == 0
-    others = nodes.add(2, join_timeout=DEADLINE)
-    assert {seat.world for seat in join_all(others)} == {2}  # nobody counts on the one that gave up
 
 
 def test_a_node_that_timed_out_may_try_again(make_nodes: MakeNodes) -> None:
@@ -147,20 +98,6 @@ def test_redundancy_list(make_nodes: MakeNodes) -> None:
     assert (first.info.rank, first.info.world_size) == (0, 2)
     assert not first.signalled()
     assert not waiting[other].done()
-
-
-def test_redundancy_transition_to_wait_list(make_nodes: MakeNodes) -> None:
-    run = make_nodes(2, 3)
-    nodes = run.add(3)
-    join_all(nodes)
-    spare = run.one()
-    join = waits(spare)
-    assert not any(node.signalled() for node in nodes)
-    nodes[0].crash()
-    all_signalled(nodes[1:])
-    seats = seats_of([join, *(node.join() for node in nodes[1:])])
-    assert len(seats) == 3
-    assert join.result().rank != 0
 
 
 # -- ranks and addresses ----------------------------------------------------------------------------------------------
@@ -273,14 +210,6 @@ def test_set_closed_is_seen_by_all(make_nodes: MakeNodes) -> None:
             node.join().result(DEADLINE)
 
 
-def test_a_run_may_be_closed_before_its_first_round(make_nodes: MakeNodes) -> None:
-    run = make_nodes(2, 2)
-    waiting = waits(run.one())
-    run.one().handler.set_closed()
-    with pytest.raises(RendezvousClosedError):
-        waiting.result(DEADLINE)
-
-
 def test_shutdown_closes_the_run_and_may_be_called_twice(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, 2).add(2)
     join_all(nodes)
@@ -318,22 +247,6 @@ def test_a_local_error_leaves_the_run_to_the_others(make_nodes: MakeNodes, error
 
 
 # -- errors and events ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def silent() -> Iterator[str]:
-    """An endpoint that accepts connections and never answers."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def test_no_etcd(silent: str) -> None:
-    with closing(socket.socket()) as kept:
-        kept.bind(("127.0.0.1", 0))  # and it does not listen
-        refused = f"127.0.0.1:{kept.getsockname()[1]}"
-        for endpoint in (refused, silent, f"{refused},{silent}"):
-            with pytest.raises(RendezvousConnectionError, match=endpoint.replace(",", ".*")):
-                Node(endpoint, "run", (1, 1), read_timeout=1, join_timeout=1)
 
 
 def test_an_etcd_that_starts_later_is_waited_for(fragile: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:

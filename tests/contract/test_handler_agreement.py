@@ -16,13 +16,12 @@ from helpers import DEADLINE, eventually
 from late import Late
 from rdzv_nodes import MakeNodes, Node, all_signalled, decider_first, is_waiting, join_all, seats_of, waits
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from ftcoord.core import rendezvous_records
 from ftcoord.core.rendezvous import FRESH
 from ftcoord.core.rendezvous_records import RoundHead
 from ftcoord.core.verdict import Standing
-from ftcoord.errors import RoundOver
 from ftcoord.etcd.api import Span
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.group.use import Look
@@ -148,34 +147,7 @@ def test_who_has_lost_its_lease_takes_no_seat(make_nodes: MakeNodes, client: Etc
     assert not says_that_it_is_seated(client, node)
 
 
-# -- limits -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_node_with_other_limits_is_refused_and_disturbs_nobody(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, 2, run_id="limits").add(2)
-    join_all(nodes)
-    odd = make_nodes(3, 3, run_id="limits").one()
-    with pytest.raises(RendezvousStateError, match=r"--nnodes=2, as .* wants, and this node has --nnodes=3: give all"):
-        odd.join().result(DEADLINE)
-    assert not any(node.signalled() for node in nodes)
-
-
 # -- the end of a run -------------------------------------------------------------------------------------------------
-
-
-def test_a_failure_ends_the_run_on_all_nodes(make_nodes: MakeNodes) -> None:
-    run = make_nodes(3, 3)
-    nodes = run.add(3)
-    join_all(nodes)
-    nodes[0].end_with(FAILURE)
-    all_signalled(nodes[1:])
-    for node in nodes[1:]:
-        told = r"is over: .* failed; first cause: .* exited with code 1; it may be started again"
-        with pytest.raises(RendezvousClosedError, match=told):
-            node.join().result(DEADLINE)
-    assert nodes[1].info is not None
-    with pytest.raises((RoundOver, RuntimeError)):  # so torch's exit barrier waits for nobody
-        nodes[1].info.store.set("key", b"late")
 
 
 def test_a_node_that_the_others_went_on_without_does_not_end_their_run(make_nodes: MakeNodes) -> None:
@@ -216,23 +188,6 @@ def test_an_agent_that_is_launched_in_an_except_block_closes_the_run_that_it_fin
     assert other.handler.is_closed()
 
 
-# -- a run that is started again --------------------------------------------------------------------------------------
-
-
-def test_a_failed_run_is_started_again_under_its_id(make_nodes: MakeNodes) -> None:
-    run = make_nodes(2, 2)
-    nodes = run.add(2)
-    join_all(nodes)
-    nodes[0].end_with(FAILURE)
-    again = [node.join() for node in run.add(2)]  # while one of the failed run is still there
-    all_signalled(nodes[1:])
-    assert not any(join.done() for join in again)
-    with pytest.raises(RendezvousClosedError):
-        nodes[1].join().result(DEADLINE)
-    seats = seats_of(again)
-    assert (seats[0].world, seats[0].round) == (2, 2)
-
-
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 
@@ -261,18 +216,6 @@ def test_a_node_that_waits_says_for_what(
             rf"2 of 2 to 4 nodes are there \({us}, {us}\);"
             r" it starts within [56]\d s \(last_call_timeout\), or at once with 2 more"
         )
-
-
-def test_a_spare_logs_again_and_again_that_it_is_one(
-    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pace, "LINE_INTERVAL", 0.2)
-    with caplog.at_level(logging.INFO, logger="ftcoord.rendezvous"):
-        run = make_nodes(1, 1)
-        join_all(run.add(1))
-        waits(run.one())
-        line = "round 1 runs on 1 of at most 1 node; this node is a spare"
-        eventually(lambda: caplog.text.count(line) > 2, what="it logs it again")
 
 
 def test_a_decider_that_leaves_says_why(make_nodes: MakeNodes, client: EtcdClient) -> None:

@@ -9,13 +9,11 @@ import pytest
 from helpers import DEADLINE, eventually
 from rdzv_nodes import (
     MakeNodes,
-    Node,
     NodeProcess,
     all_join,
     all_signalled,
     decider_first,
     join_all,
-    join_as_agents,
     keys_under,
     processes,
     waits,
@@ -30,21 +28,6 @@ LONG_TTL = 600
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
-
-
-def test_member_loss_can_be_left_to_the_workers(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    nodes = make_nodes(1, 3, on_member_loss="ignore").add(3)
-    join_all(nodes)
-    lost = nodes[1].lease()
-    nodes[1].crash()
-    key = f"/ftcoord/v2/{nodes[0].handler.get_run_id()}/members/{lost:016x}"
-    eventually(lambda: client.get(key).one is None, what="the lease ends")
-    threading.Event().wait(1)
-    assert not nodes[0].signalled()
-    assert not nodes[2].signalled()
-    back = nodes[0].join()  # its workers crashed
-    all_signalled(nodes[2:])
-    assert nodes[2].join().result(DEADLINE).world == back.result(DEADLINE).world == 2
 
 
 def test_a_node_that_lost_its_lease_comes_back(make_nodes: MakeNodes, client: EtcdClient) -> None:
@@ -62,22 +45,6 @@ def test_a_node_that_lost_its_lease_comes_back(make_nodes: MakeNodes, client: Et
     assert not any(node.signalled() for node in nodes)
 
 
-def test_a_lease_that_is_lost_while_waiting_is_replaced(make_nodes: MakeNodes, client: EtcdClient) -> None:
-    run = make_nodes(2, 2)
-    waiting = run.one()
-    join = waiting.join()
-    for _ in range(2):
-        member = eventually(lambda: waiting.handler._node.participant.member, what="the node has a lease")
-        eventually(lambda member=member: client.get(member.group.own.key).one, what="the node waits")
-        client.revoke(waiting.lease())
-        eventually(
-            lambda member=member: waiting.handler._node.participant.member is not member,
-            what="the node takes a new lease",
-        )
-    other = run.one()
-    assert other.join().result(DEADLINE).world == join.result(DEADLINE).world == 2
-
-
 # -- what others do to a run's keys -----------------------------------------------------------------------------------
 
 
@@ -92,8 +59,6 @@ def test_shutdown_ends_a_rendezvous_under_way(make_nodes: MakeNodes) -> None:
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
-
-TWO = (2, 2)
 
 
 def test_wall_clocks_that_differ_and_jump_by_an_hour(etcd: EtcdServer) -> None:
@@ -121,52 +86,6 @@ def test_wall_clocks_that_differ_and_jump_by_an_hour(etcd: EtcdServer) -> None:
         assert ahead.ask("waiting") == behind.ask("waiting") == 0
         ahead.kill()
         eventually(lambda: behind.ask("waiting"), what="the survivor is signalled")
-
-
-# -- an etcd that is away ---------------------------------------------------------------------------------------------
-
-
-class AgentLoop:
-    """Calls num_nodes_waiting() as often as an agent does, and notes the slowest call and all answers."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._stop = threading.Event()
-        self.answers: set[int] = set()
-        self.slowest = 0.0
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.02):
-            start = time.thread_time()
-            self.answers.add(self._node.handler.num_nodes_waiting())
-            self.slowest = max(self.slowest, time.thread_time() - start)
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-@pytest.mark.parametrize("trouble", ["kill", "pause"])
-def test_an_outage_does_not_touch_running_workers(make_nodes: MakeNodes, fragile: EtcdServer, trouble: str) -> None:
-    run = make_nodes(2, 3, on=fragile, last_call_timeout=0.5, lease_ttl=2)
-    nodes = run.add(2)
-    late = run.one()
-    join_all(nodes)
-    loops = [AgentLoop(node) for node in nodes]
-    getattr(fragile, trouble)()
-    threading.Event().wait(5)  # longer than the leases
-    for loop in loops:
-        loop.stop()
-        assert loop.answers == {0}
-        assert loop.slowest < 0.1  # of its own CPU time: it computes next to nothing and waits for nobody
-    if trouble == "kill":
-        fragile.restart()
-    else:
-        fragile.resume()
-    everyone = [*nodes, late]
-    assert {seat.world for seat in join_as_agents(everyone, [node.join() for node in everyone])} == {3}
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 import pytest
 from cutting import Cutter
-from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, eventually, in_fork, python
 
 from ftcoord.config import EtcdConfig
@@ -27,7 +26,6 @@ from ftcoord.embedded.server import EtcdServer
 from ftcoord.errors import EtcdUnavailable, ForkedProcessError, OutcomeUnknown
 from ftcoord.etcd import api, client as client_module
 from ftcoord.etcd.client import EtcdClient
-from ftcoord.primitives.write_once import write_once
 
 
 def connect(endpoints: str, **settings: Any) -> EtcdClient:
@@ -241,28 +239,6 @@ def test_a_write_that_etcd_did_not_propose_is_sent_again(unfriendly: Any, code: 
         return isinstance(caught.value, EtcdUnavailable) and details in str(caught.value)
 
     eventually(known, "it is known that nothing was written")
-
-
-def test_failover_when_the_member_in_use_hangs(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
-    cluster_client.put("/key", b"before")
-    cluster.pause(0)
-    with at_most(20):
-        before = cluster_client.get("/key", timeout=20).one
-    assert before is not None
-    assert eventually(lambda: settled(cluster_client, "/key", before), what="a write")
-    cluster.resume(0)
-    cluster.wait_healthy()
-    cluster.pause(cluster_client._transport._index)
-    with pytest.raises(OutcomeUnknown):
-        cluster_client.put("/other", b"", timeout=1)
-    assert eventually(lambda: settled(cluster_client, "/other", None), what="a write after one that was lost")
-
-
-def settled(client: EtcdClient, key: str, before: api.KeyValue | None) -> Any:
-    try:
-        return write_once(client, api.Put(key, b"after"), before, timeout=5).kv
-    except (EtcdUnavailable, OutcomeUnknown):
-        return None
 
 
 # -- processes ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -24,7 +25,7 @@ from benchmarks.metrics import Load
 from ftcoord import EtcdServer, cli
 from ftcoord.config import EtcdConfig
 from ftcoord.coordination import Gateway, LighthouseClient, gateway as gateways
-from ftcoord.coordination.address import fresh_name, parse_address
+from ftcoord.coordination.address import parse_address
 from ftcoord.coordination.gateway import CUT_OFF, QUIET_FOR
 from ftcoord.core.quorum_records import parse_replica
 from ftcoord.errors import ConfigError, ServerError
@@ -55,7 +56,7 @@ def job(etcd: EtcdServer) -> str:
 
 def job_of(etcd: EtcdServer, **options: int) -> str:
     query = "&".join(f"{name}={value}" for name, value in {"min_replicas": 2, **options}.items())
-    return f"etcd://{etcd.get_endpoint()}/{fresh_name()}?{query}"
+    return f"etcd://{etcd.get_endpoint()}/{uuid.uuid4().hex}?{query}"
 
 
 @pytest.fixture

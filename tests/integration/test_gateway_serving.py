@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -20,8 +21,8 @@ from natives import Natives
 
 from ftcoord import EtcdServer, concurrency
 from ftcoord.coordination import Gateway
-from ftcoord.coordination.address import fresh_name, parse_address
-from ftcoord.coordination.kills import order_kill
+from ftcoord.coordination.address import parse_address
+from ftcoord.coordination.replica import order_kill
 from ftcoord.etcd.client import EtcdClient
 
 pytestmark = pytest.mark.skipif(
@@ -35,7 +36,7 @@ TOKEN = "0123456789abcdef"
 @pytest.fixture
 def job(etcd: EtcdServer) -> str:
     """The address of a job of this test's own."""
-    return f"etcd://{etcd.get_endpoint()}/{fresh_name()}?min_replicas=1"
+    return f"etcd://{etcd.get_endpoint()}/{uuid.uuid4().hex}?min_replicas=1"
 
 
 def ends_with_1(mortal: Natives) -> bool:
@@ -44,7 +45,7 @@ def ends_with_1(mortal: Natives) -> bool:
 
 def test_an_order_through_etcd_ends_a_native_manager(natives: Natives, etcd: EtcdServer, client: EtcdClient) -> None:
     """The one that was meant, behind the gateway that speaks for it."""
-    job = f"etcd://{etcd.get_endpoint()}/{fresh_name()}?min_replicas=2"
+    job = f"etcd://{etcd.get_endpoint()}/{uuid.uuid4().hex}?min_replicas=2"
     with Gateway(job) as gateway, Gateway(job) as other, Natives() as mortal:
         natives.manage(gateway.address(), "a")
         mortal.manage(other.address(), "b")

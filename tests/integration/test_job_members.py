@@ -18,7 +18,7 @@ from rdzv_nodes import keys_under, spawn
 
 from ftcoord.coordination import LighthouseClient, ManagerClient, ManagerServer, Observer, manager, policy, ranks
 from ftcoord.coordination.address import parse_address
-from ftcoord.coordination.ranks import Meeting, RankGroup
+from ftcoord.coordination.ranks import Meeting
 from ftcoord.coordination.replica import Replica
 from ftcoord.core.layout import kill_key
 from ftcoord.core.verdict import Publish, Wait
@@ -160,11 +160,11 @@ def test_a_manager_that_hears_no_orders_any_more_leaves_the_job(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     "broken",
-    [(Meeting, "join"), (RankGroup, "result"), (Replica, "ask"), (selectors.DefaultSelector, "select")],
+    [(Meeting, "join"), (ranks, "quorum_result"), (Replica, "ask"), (selectors.DefaultSelector, "select")],
     ids=["a call", "an answer", "the request of the group", "the port"],
 )
 def test_a_manager_whose_port_fails_leaves_the_job(
-    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: tuple[type, str]
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: tuple[object, str]
 ) -> None:
     server = job.manager("a")
     monkeypatch.setattr(ranks, "_local", {})  # so the call goes through the port

@@ -47,9 +47,3 @@ def test_the_name_is_registered_whatever_is_imported_first() -> None:
     assert [statement for statement, (_, registered) in told.items() if not registered] == []
     for statement in IMPORTS[:3]:
         assert set(told[statement][0]) <= {"ftcoord", "ftcoord._torchrun"}, statement
-
-
-def test_ftcoord_alone_loads_nothing_heavy() -> None:
-    heavy = "import sys, ftcoord; print([name for name in ('torch', 'grpc', 'google.protobuf') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("[]\n", "")

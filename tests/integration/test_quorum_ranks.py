@@ -96,18 +96,6 @@ def test_ranks_train_and_vote(group: Group) -> None:
     assert [vote.result(DEADLINE) for vote in votes] == [False, False]
 
 
-def test_a_step_costs_no_more_than_a_write_for_the_group_and_one_for_the_quorum(fragile: EtcdServer) -> None:
-    """However many ranks there are; votes cost none."""
-    job = f"etcd://{fragile.get_endpoint()}/ranks?min_replicas=1&heartbeat_timeout_ms=600000"
-    with fragile.get_client() as client, replica_processes(job, 2) as (zero, one):
-        group = Group(zero, one)
-        group.train(0)
-        before = client.range(Get(members_span("/"))).revision
-        for step in range(5):
-            group.train(step + 1)
-        assert client.range(Get(members_span("/"))).revision - before <= 5 * 2
-
-
 # -- kills ----------------------------------------------------------------------------------------------------------
 
 

@@ -168,7 +168,7 @@ def test_a_connection_that_does_not_know_the_token_is_closed(job: str, monkeypat
         plain, token = parted(far.address)
         with pytest.raises(RuntimeError, match=r"requires another token: take the address from ManagerServer\.address"):
             ManagerClient(f"{plain}#{token[::-1]}", LONG)
-        monkeypatch.setattr("ftcoord.coordination.types._tokens", {})
+        monkeypatch.setattr("ftcoord.coordination.api._tokens", {})
         with pytest.raises(RuntimeError, match=r"has a token: take it from ManagerServer\.address"):
             ManagerClient(plain, SHORT)
         far.vote()
@@ -381,7 +381,7 @@ def test_a_connection_that_tcp_gives_up_is_no_time_out(far: Far, monkeypatch: py
         def __getattr__(self, name: str) -> Any:
             return getattr(self._real, name)
 
-    (line,) = far.client._way._calls._idle  # type: ignore[union-attr]
+    (line,) = far.client._ways[0]._idle  # type: ignore[union-attr]
     line._socket = GivenUp(line)
     monkeypatch.setattr(Line, "is_quiet", True)
     with pytest.raises(RuntimeError, match=r'status: Unknown, message: "transport error"'):
@@ -390,7 +390,7 @@ def test_a_connection_that_tcp_gives_up_is_no_time_out(far: Far, monkeypatch: py
 
 def test_a_client_that_nobody_holds_has_closed_its_connections(far: Far) -> None:
     far.vote()
-    sockets = [line._socket for line in far.client._way._calls._idle]  # type: ignore[union-attr]
+    sockets = [line._socket for line in far.client._ways[0]._idle]  # type: ignore[union-attr]
     assert len(sockets) == 2
     del far.client
     eventually(lambda: gc.collect() >= 0 and all(one.fileno() < 0 for one in sockets), "both are closed")

@@ -7,17 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from helpers import eventually
-from rdzv_nodes import (
-    MakeNodes,
-    NodeProcess,
-    all_join,
-    all_signalled,
-    check_round,
-    join_all,
-    join_as_agents,
-    keys_under,
-    processes,
-)
+from rdzv_nodes import MakeNodes, all_signalled, join_all, join_as_agents, keys_under
 
 from ftcoord.embedded.server import EtcdServer
 from ftcoord.etcd.client import EtcdClient
@@ -83,39 +73,3 @@ def test_trouble_while_a_round_runs(make_nodes: MakeNodes, fragile: EtcdServer, 
     now = [*nodes[1:], run.one()]
     seats = join_as_agents(now, [node.join() for node in now])
     assert {seat.world for seat in seats} == {3}
-
-
-# -- deciders that die or stall ---------------------------------------------------------------------------------------
-
-
-def test_a_decider_that_is_killed_while_forming(etcd: EtcdServer, client: EtcdClient) -> None:
-    started = [NodeProcess(etcd.get_endpoint(), "dead-decider", (3, 3)) for _ in range(4)]
-    with processes(*started):
-        decider, *others = started
-        decider.send("join")
-        eventually(lambda: members(client, "dead-decider") == 1, what="the decider waits")
-        others[0].send("join")
-        eventually(lambda: members(client, "dead-decider") == 2, what="another node waits")
-        decider.kill()
-        for node in others[1:]:
-            node.send("join")
-        check_round(sorted((node.seat() for node in others), key=lambda seat: seat.rank))
-
-
-def test_a_decider_that_stalls_does_no_harm(etcd: EtcdServer, client: EtcdClient) -> None:
-    """It wakes up with its lease lost and somebody else's round decided, and comes back as a spare."""
-    started = [NodeProcess(etcd.get_endpoint(), "stalled-decider", (2, 2)) for _ in range(3)]
-    with processes(*started):
-        decider, *others = started
-        decider.send("join")
-        eventually(lambda: members(client, "stalled-decider") == 1, what="the decider waits")
-        decider.pause()
-        first = all_join(*others)
-        decider.resume()
-        eventually(lambda: members(client, "stalled-decider") == 3, what="it waits again")
-        assert [node.ask("waiting") for node in others] == [0, 0]
-        others[0].kill()
-        eventually(lambda: others[1].ask("waiting"), what="the survivor is signalled")
-        others[1].send("join")
-        check_round(sorted((decider.seat(), others[1].seat()), key=lambda seat: seat.rank))
-        assert first[0].round <= 2, "who waits forms round 1 with the decider, which does not take its seat"

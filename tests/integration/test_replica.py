@@ -19,7 +19,7 @@ from helpers import DEADLINE, eventually
 from portless import portless
 
 from ftcoord import EtcdServer
-from ftcoord.coordination import connection
+from ftcoord.coordination import address
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.replica import LARGEST_REQUEST, Replica
 from ftcoord.core.quorum_records import ReplicaRecord, parse_replica
@@ -70,12 +70,12 @@ def test_an_etcd_that_starts_later_is_waited_for(
     fragile: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torchft's Manager waits a minute for it: in silence, that is a replica that hangs."""
-    monkeypatch.setattr(connection, "REQUEST_TIMEOUT", 0.5)
+    monkeypatch.setattr(address, "REQUEST_TIMEOUT", 0.5)
     fragile.kill()
     later = threading.Timer(2, fragile.restart)
     later.start()
     try:
-        _, etcd = connection.connect(f"etcd://{fragile.get_endpoint()}/job", DEADLINE)
+        _, etcd = address.connect(f"etcd://{fragile.get_endpoint()}/job", DEADLINE)
     finally:
         later.join()
     etcd.close()
@@ -92,7 +92,7 @@ def test_a_caller_that_is_gone_does_not_ask(
     call = threads.submit(replica.ask, REQUEST, time.monotonic() + 1000, gone)
     eventually(lambda: requests(client, job) == [1], "it asks")
     gone.set()
-    replica.nudge()
+    replica.participant.nudge()
     with pytest.raises(TimeoutError):
         call.result(DEADLINE)
     eventually(lambda: requests(client, job) == [0], "it is taken back")
@@ -105,7 +105,7 @@ def test_of_two_callers_one_may_go(client: EtcdClient, job: Job, replica: Replic
     second = threads.submit(replica.ask, REQUEST, time.monotonic() + 1000)
     eventually(lambda: requests(client, job) == [2], "it asks again")
     gone.set()
-    replica.nudge()
+    replica.participant.nudge()
     with pytest.raises(TimeoutError):
         first.result(DEADLINE)
     assert requests(client, job) == [2]

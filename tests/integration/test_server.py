@@ -350,10 +350,3 @@ def test_a_forked_child_may_not_steer_it(server: EtcdServer) -> None:
         os._exit(refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert server.healthy(DEADLINE)
-
-
-def test_an_etcd_that_ended_is_noticed_and_started_again(server: EtcdServer) -> None:
-    os.kill(server.pid, signal.SIGKILL)
-    eventually(lambda: not server.is_running(), "it is noticed")
-    server.restart()
-    assert server.healthy(DEADLINE)

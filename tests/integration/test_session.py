@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-from etcd_cluster import EtcdCluster
 from helpers import DEADLINE, eventually, freeze, in_fork, python
 
 from ftcoord.config import EtcdConfig
@@ -48,18 +47,6 @@ def keeper_threads() -> int:
 
 def wait_a_while(seconds: float) -> None:
     threading.Event().wait(seconds)
-
-
-def test_it_is_kept_alive_through_many_ttls(client: EtcdClient, prefix: str) -> None:
-    told = Told()
-    with Session(client, LONGER, told) as session:
-        assert session.ttl == LONGER
-        client.put(prefix, b"", session.lease_id)
-        for _ in range(2):
-            wait_a_while(LONGER)
-            assert client.get(prefix).one is not None
-        assert session.state in (CONNECTED, SUSPENDED)  # suspended for a moment, on a machine that is very slow
-    assert client.get(prefix).one is None
 
 
 def test_the_ttl_is_what_etcd_granted(client: EtcdClient) -> None:
@@ -140,48 +127,6 @@ def test_suspended_and_connected_again(fragile: EtcdServer) -> None:
         assert client.get("/key").one is not None
 
 
-def test_a_member_that_fails_costs_no_session(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
-    """No member is stopped for longer than the lease has left: a leader before 3.5.13 would then revoke it."""
-    told = Told()
-    with Session(cluster_client, 12, told) as session:
-        cluster_client.put("/key", b"", session.lease_id)
-        cluster.pause(0)
-        wait_a_while(6)
-        cluster.resume(0)
-        cluster.kill(1)
-        wait_a_while(8)
-        assert cluster_client.get("/key", timeout=DEADLINE).one is not None
-        assert session.state is not LOST
-
-
-class Answering:
-    """An etcd that answers at once: what the lease's TTL is, or that it was renewed too late."""
-
-    def __init__(self, ttl: int) -> None:
-        self.answers: queue.SimpleQueue[int | LeaseLost] = queue.SimpleQueue()
-        self._ttl, self._renewed_at = ttl, time.monotonic()
-
-    def renew(self, lease_id: int, *, timeout: float) -> int:
-        late = time.monotonic() - self._renewed_at > self._ttl
-        self._renewed_at = time.monotonic()
-        self.answers.put(LeaseLost("too late, says the test") if late else self._ttl)
-        if late:
-            raise LeaseLost("too late, says the test")
-        return self._ttl
-
-
-def test_one_thread_keeps_many_sessions_and_ends_with_the_last(client: EtcdClient) -> None:
-    sessions = [Session(client, 60) for _ in range(20)]
-    assert keeper_threads() == 1
-    for session in sessions[1:]:
-        session.close()
-    assert keeper_threads() == 1
-    sessions[0].close()
-    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
-    with Session(client, 60):
-        assert keeper_threads() == 1
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_listener_that_raises_ends_its_own_session_only(client: EtcdClient) -> None:
     def broken(state: SessionState) -> None:
@@ -212,24 +157,6 @@ def test_a_stopped_lease_is_never_renewed_again(client: EtcdClient) -> None:
     go_on.set()
     eventually(lambda: keeper_threads() == 0, what="the end of the thread")
     assert renewals == [1]
-
-
-def test_a_short_rest_costs_no_renewal_and_a_long_one_a_single_one() -> None:
-    etcd, renewer, now = Answering(600), Renewer(), time.monotonic()
-    fresh = KeptLease(etcd, Lease(1, 600), now, renewer=renewer)
-    for _ in range(100):
-        fresh.rests = True
-        fresh.resume()
-    assert etcd.answers.empty()
-    stale = KeptLease(etcd, Lease(2, 600), now - 100, renewer=renewer)
-    for _ in range(100):
-        stale.rests = True
-        stale.resume()
-    assert etcd.answers.get(timeout=DEADLINE) == 600
-    fresh.stop()
-    stale.stop()
-    eventually(lambda: keeper_threads() == 0, what="the end of the thread")
-    assert etcd.answers.empty()
 
 
 def test_a_forked_child_has_no_part_in_it(client: EtcdClient, prefix: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -20,11 +18,6 @@ from ftcoord.etcd.client import EtcdClient, SharedClient
 def config(etcd: EtcdServer) -> EtcdConfig:
     """One that nobody else in this process has."""
     return EtcdConfig.load(etcd.get_endpoint(), request_timeout=7.25)
-
-
-def watching() -> set[threading.Thread]:
-    """One thread for each client that is open. Those of other tests may end at any time."""
-    return {thread for thread in threading.enumerate() if thread.name == "ftcoord-watch"}
 
 
 def test_holders_share_one_client(config: EtcdConfig, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,22 +61,6 @@ def test_who_has_closed_can_do_nothing_and_others_can(config: EtcdConfig, prefix
     assert [event.kv.value for event in theirs.events(1)] == [b"theirs"]
     two.close()
     assert isinstance(theirs.error(), ClientClosed)
-
-
-def test_holders_share_one_thread(config: EtcdConfig, prefix: str) -> None:
-    config = replace(config, request_timeout=7.75)  # a client that has no thread yet
-    before = watching()
-    holders = [SharedClient(config) for _ in range(20)]
-    seen = [Seen() for _ in holders]
-    for holder, one in zip(holders, seen, strict=True):
-        holder.watch(Span(prefix), 0, one)
-    for one in seen:
-        eventually(lambda one=one: isinstance(one.next(), Began), "the watch stands")
-    assert len(watching() - before) == 1
-    with ThreadPoolExecutor(20) as pool:
-        list(pool.map(SharedClient.close, holders))
-    eventually(lambda: not watching() - before, "the watches have ended")
-    assert all(isinstance(one.error(), ClientClosed) for one in seen)
 
 
 def test_a_watch_that_was_cancelled_tells_nothing_at_the_end(config: EtcdConfig, prefix: str) -> None:

@@ -129,7 +129,7 @@ def test_a_timer_server_ends_with_its_client_and_says_so(
         server.start()
         thread = server._watchdog_thread
         assert thread is not None
-        eventually(lambda: server._queue._feed.synced, "the watch")
+        eventually(lambda: server._queue._feed._mirror.synced, "the watch")
     eventually(lambda: not thread.is_alive(), "the end of the watchdog")
     assert "no worker is reaped any longer" in caplog.text
     server.stop()

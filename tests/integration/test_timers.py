@@ -24,12 +24,11 @@ import ftcoord
 from ftcoord.core.layout import KEY_PREFIX, run_prefix, timers_key, timers_span
 from ftcoord.core.timers import HeldTimers, encode, parse_timers
 from ftcoord.embedded.server import EtcdServer
-from ftcoord.errors import ConfigError
 from ftcoord.etcd.api import Get, KeyValue
 from ftcoord.etcd.client import EtcdClient
 from ftcoord.primitives.orphans import MARK
 from ftcoord.proc import started
-from ftcoord.timer import VARIABLE, EtcdTimerClient, etcd_timer as server_module
+from ftcoord.timer import EtcdTimerClient, etcd_timer as server_module
 from ftcoord.timer.etcd_timer import Reap
 
 LONG = 300.0
@@ -145,14 +144,6 @@ def test_wall_clocks_that_are_set_apart(etcd: EtcdServer, prefix: str) -> None:
         for worker in (ahead, behind):
             worker.tell("acquire", 1.0, "b")
         assert min(ahead.killed(), behind.killed()) - begun >= 1.0
-
-
-def test_a_worker_that_does_not_run_at_all_is_reaped(etcd: EtcdServer, prefix: str) -> None:
-    """It cannot renew its lease, of 6 s, and C code that holds the interpreter for long does the same to it."""
-    with serving(prefix, etcd.get_endpoint()), Worker(EtcdTimers(prefix, etcd.get_endpoint(), ttl=6)) as worker:
-        worker.do("acquire", 12.0, "scope")
-        worker.stop()
-        worker.killed()
 
 
 def test_only_who_holds_a_timer_is_killed_whatever_is_written(
@@ -304,17 +295,6 @@ def test_what_others_see(etcd: EtcdServer, prefix: str, clock: HandClock) -> Non
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_handler_serves_the_timers_of_its_workers(make_nodes: MakeNodes, etcd: EtcdServer) -> None:
-    node = make_nodes(1, 1, run_id="a job", timers="1").one()
-    with contextlib.closing(EtcdTimerClient()) as timers:
-        timers.acquire("scope", time.time() + LONG)
-        eventually(lambda: len(ftcoord.timer.active("a job", etcd.get_endpoint())) == 1, "the timer")
-    node.crash()
-    assert VARIABLE not in os.environ
-    with pytest.raises(ConfigError, match="timers=1"):
-        EtcdTimerClient()
 
 
 def test_under_torchrun_a_stuck_worker_is_killed_and_the_job_goes_on(tmp_path: Path) -> None:

@@ -98,16 +98,6 @@ def test_agents_that_get_a_signal_while_they_wait_leave_at_once(etcd: EtcdServer
         assert job.rounds("started").keys() == before
 
 
-def test_a_worker_that_fails_is_restarted(etcd: EtcdServer, tmp_path: Path) -> None:
-    with Job(tmp_path, etcd.get_endpoint(), "2", restarts=2) as job:
-        job.start("ab")
-        first = job.round_of("ab")
-        job.order("crash-1")
-        second = job.round_of("ab", after=[first])
-        assert job.ranks(first) == job.ranks(second)
-        job.finish("ab")
-
-
 def test_workers_of_one_agent_are_restarted_until_they_failed_too_often(etcd: EtcdServer, tmp_path: Path) -> None:
     """With torch's own handler, workers restarted on one agent find the keys of their last life."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # what is shared by default is in the other tests
@@ -146,17 +136,6 @@ def test_an_etcd_that_hung_and_ended_all_leases_stops_no_worker(fragile: EtcdSer
         job.kill("b")
         job.round_of("ac", kind="started", after=[first])
         job.finish("ac")
-
-
-def test_an_agent_that_fails_by_itself_leaves_the_run_to_the_others(etcd: EtcdServer, tmp_path: Path) -> None:
-    with Job(tmp_path, etcd.get_endpoint(), "2:3", "idle.py") as job:
-        job.start("ab")
-        first = job.round_of("ab", kind="started")
-        job.start("c", "--no-python", entry=["/no/such/program"])
-        job.expect_exit(1, "c")
-        assert "FileNotFoundError" in job.agents["c"].terminal()
-        job.round_of("ab", kind="started", after=[first])
-        job.finish("ab")
 
 
 def test_an_embedded_etcd_for_one_host(tmp_path: Path) -> None:

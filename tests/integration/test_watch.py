@@ -155,34 +155,6 @@ def test_nothing_is_missed_while_the_server_is_killed(fragile: EtcdServer) -> No
         assert values(seen, len(written)) == written
 
 
-def test_nothing_is_missed_while_the_server_hangs(fragile: EtcdServer) -> None:
-    seen = Seen()
-    with fragile.get_client() as client, Writer(fragile.get_endpoint(), "/key") as writer:
-        client.watch(Span("/key"), 1, seen)
-        for _ in range(3):
-            writer.more()
-            fragile.pause()
-            threading.Event().wait(1.5)  # longer than a stream's patience
-            fragile.resume()
-        writer.more()
-        written = writer.finish()
-        assert values(seen, len(written)) == written
-
-
-def test_nothing_is_missed_when_members_fail_in_turn(cluster: EtcdCluster, cluster_client: EtcdClient) -> None:
-    seen = Seen()
-    cluster_client.watch(Span("/key"), 1, seen)
-    with Writer(cluster.endpoints, "/key") as writer:
-        for i in range(3):
-            writer.more()
-            cluster.kill(i)
-            writer.more()
-            cluster.restart(i)
-            cluster.wait_healthy()
-        written = writer.finish()
-    assert values(seen, len(written)) == written
-
-
 def test_a_member_that_hangs_is_noticed_with_nothing_else_going_on(cluster: EtcdCluster) -> None:
     """The events of other members arrive while it still hangs; the time that takes is that of the real settings."""
     seen = Seen()
@@ -211,16 +183,6 @@ def attempt(write: Callable[[], Any]) -> Any:
         return write()
     except (errors.EtcdUnavailable, errors.OutcomeUnknown):
         return None
-
-
-def test_watches_outlive_an_etcd_that_is_not_there_at_first(fragile: EtcdServer) -> None:
-    seen = Seen()
-    fragile.kill()
-    with fragile.get_client() as client:
-        client.watch(Span("/key"), 1, seen)
-        fragile.restart()
-        client.put("/key", b"1", timeout=DEADLINE)
-        assert values(seen, 1) == [b"1"]
 
 
 # -- etcd's grpc-proxy -------------------------------------------------------------------------------------------------

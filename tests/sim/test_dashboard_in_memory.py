@@ -141,23 +141,6 @@ def test_a_feed_whose_client_is_closed_ends_and_the_next_viewer_gets_another(wor
         assert board.feeds.keys() == {"job"}
 
 
-@simulated
-def test_viewers_and_jobs_are_bounded(world: World) -> None:
-    with pytest.MonkeyPatch.context() as patch, Board(world.etcd.client(), "/f", Rules()) as board:
-        patch.setattr(feeds, "MOST_JOBS", 2)
-        patch.setattr(feeds, "MOST_VIEWERS", 3)
-        patch.setattr(feeds, "SHARE", 1)
-        first = Eye(board, "one")
-        Eye(board, "two")
-        with pytest.raises(TooManyViewers):
-            Eye(board, "three")
-        Eye(board, "two")
-        with pytest.raises(TooManyViewers):
-            Eye(board, "two")
-        first.goes()
-        Eye(board, "three")
-
-
 def view(board: Board, job: str, client: str) -> None:
     board.view(job, concurrency.event().set, client)
 

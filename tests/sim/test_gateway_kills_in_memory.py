@@ -13,7 +13,7 @@ from ftcoord import concurrency
 from ftcoord.coordination import gateway
 from ftcoord.coordination.address import Job
 from ftcoord.coordination.gateway import GatewaySessions
-from ftcoord.coordination.kills import order_kill
+from ftcoord.coordination.replica import order_kill
 from ftcoord.core.layout import kill_key, members_span
 from ftcoord.etcd.api import Get
 

@@ -11,7 +11,7 @@ from virtual import DELIVERED, LOST_ANSWER, Call, Fate, MemoryClient
 from worlds import World, simulated
 
 from ftcoord import concurrency
-from ftcoord.coordination.kills import ORDER_TTL, order_kill, watch_kills
+from ftcoord.coordination.replica import ORDER_TTL, order_kill, watch_kills
 from ftcoord.core.layout import kill_key, member_id, member_of
 from ftcoord.errors import NotInQuorum
 from ftcoord.etcd.api import KeyValue

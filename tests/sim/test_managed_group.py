@@ -68,7 +68,7 @@ def test_nobody_asks_for_a_rank_that_has_gone_though_its_request_is_still_under_
     def go() -> None:
         world.until(lambda: late, "the request is under way")
         gone.set()
-        replica.nudge()
+        replica.participant.nudge()
 
     client.fate = delay_first
     concurrency.thread(go, "goes away").start()

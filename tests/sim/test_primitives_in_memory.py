@@ -156,6 +156,19 @@ def test_a_lease_that_rests_is_renewed_when_it_is_wanted_again(world: World) -> 
         session.renew(1)
 
 
+@simulated
+def test_a_short_rest_costs_no_renewal(world: World) -> None:
+    renewals = list[Call]()
+    client = world.etcd.client(lambda call: (renewals.append(call) if call.method == "renew" else None, DELIVERED)[1])
+    session = Session(client, 600)
+    for _ in range(100):
+        session.rest()
+        session.wake()
+    world.sleep(1)
+    assert not renewals
+    session.close()
+
+
 class Notes(SentinelFor):
     """A sentinel that notes what it is told of one lease: when it was renewed last, and whether it is to rest."""
 
@@ -541,7 +554,7 @@ def test_no_change_is_taken_for_a_missed_one(world: World) -> None:
     client.fate = lambda call: (reads.append(call.asked) if call.method == "range" else None, deliver(call))[1]
     feed = Feed(client, Span("/f/", is_prefix=True))
     chance = random.Random(world.seed)
-    while not feed.synced:
+    while not feed._mirror.synced:
         feed.next(0.1)
     leases: list[int] = []
     for _ in range(30):

@@ -6,6 +6,7 @@ of docs/protocol.md, whatever the seed did to them.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from helpers import rdzv_settings
 from test_participants_in_memory import LEASE_TTL, Machine, end
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from virtual import DELIVERED, Call, Fate, MemoryClient, flaky
-from worlds import World, simulated
+from worlds import World, play, simulated
 
 from ftcoord import concurrency
 from ftcoord.core import rendezvous_records
@@ -34,6 +35,7 @@ from ftcoord.core.layout import (
 from ftcoord.core.office import parse_office
 from ftcoord.core.rendezvous import RETURN_FACTOR
 from ftcoord.core.rendezvous_records import (
+    STOPPED,
     Round,
     RoundHead,
     Seat,
@@ -43,8 +45,9 @@ from ftcoord.core.rendezvous_records import (
     parse_decided,
 )
 from ftcoord.etcd.api import Delete, Get, Put
+from ftcoord.etcd.retry import TimeLimit
 from ftcoord.rendezvous.node import Node
-from ftcoord.rendezvous.run_record import RunRecord
+from ftcoord.rendezvous.run_record import RunRecord, change_record, draining
 
 PREFIX: Final = "/ftcoord/v2/run"
 DECIDED: Final = decided_key(PREFIX)
@@ -333,3 +336,28 @@ def test_a_run_is_closed_by_those_that_have_a_seat(world: World) -> None:
     assert head(world).closed == "a participant failed"
     world.until(lambda: all(isinstance(one.ended, RendezvousClosedError) for one in seated), "both hear of the end")
     end(world, group)
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_who_leaves_while_all_are_to_stop_ends_the_run_unless_its_round_is_recalled(is_drained: bool) -> None:
+    """With the run the others' workers may save; a recall has stopped them, and the others go on without it."""
+
+    def leaves(world: World) -> None:
+        nodes = agents(world, 3, (1, 3))
+        for one in nodes:
+            one.looks_every = 1000  # its agent is busy: it stops its workers
+        work_together(world, nodes)
+        leaver, drained = nodes[0].node, nodes[1].node
+        assert leaver is not None
+        assert drained is not None
+        leaver.run.stop("a test", by="somebody")
+        if is_drained:
+            drain = functools.partial(draining, leavers=[drained._new_ask(0)], reason="was drained")
+            change_record(world.observer, PREFIX, 60, drain, by="somebody", within=TimeLimit(5))
+        world.sleep(1)
+        leaver.leave("a signal", 5)
+        now = head(world)
+        assert (now.outcome, bool(now.recalled)) == (("", True) if is_drained else (STOPPED, False))
+
+    for seed in range(5):
+        play(leaves, seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -18,11 +17,8 @@ import pytest
 from simulator.history import play
 from simulator.mutants import MUTANTS, Mutant, caught_by, planted
 from simulator.plan import PROFILES, Plan, PlannedFault, plan_of
-from simulator.quorum_rules import KeptOut, Last, Member
 from simulator.shrinking import shrink
 from simulator.stubs import CONFIG, SentinelStub
-from simulator.timer_rules import LATE_RELEASE, TimersHeld
-from simulator.vote_rules import RankCalls
 from virtual import MemoryClient, Scheduler
 
 from ftcoord.core import quorum
@@ -110,71 +106,6 @@ def test_a_simulated_sentinel_is_told_what_a_real_one_is() -> None:
     said_to_real = orders_of(real, lambda: map(json.loads, b"".join(lines).splitlines()))
     said_to_stub = orders_of(lambda: stub, lambda: json.loads(json.dumps([*stub._orders])))
     assert said_to_stub == said_to_real
-
-
-@pytest.mark.parametrize(
-    ("votes", "problem"),
-    [
-        ([(0, True, 1, 9, True), (1, True, 2, 8, True)], ""),
-        ([(0, True, 1, 9, False), (1, False, 2, 8, False)], ""),
-        ([(0, True, 1, 9, True), (1, True, 2, math.inf, None)], ""),  # that one is about to hear
-        ([(0, True, 1, 9, True)], "ranks [1] have not said yes"),
-        ([(0, True, 1, 9, True), (0, True, 2, 8, True)], "ranks [1] have not said yes"),
-        ([(0, True, 4, 9, True), (1, True, 2, 3, True)], "ranks [1] have not said yes"),
-        ([(0, True, 1, 9, True), (1, True, 2, 8, None)], "ranks [1] have not said yes"),  # its time was over
-        ([(0, True, 1, 9, True), (1, False, 2, 8, True)], "with one that said no"),
-        ([(0, True, 1, 9, False), (1, True, 2, 8, False)], "all say yes"),
-        ([(0, True, 1, 9, False), (1, False, 2, 8, None)], "all say yes"),  # its time was over
-    ],
-)
-def test_a_vote_is_judged_by_the_calls_that_wait_together(
-    votes: list[tuple[int, bool, int, float, bool | None]], problem: str
-) -> None:
-    calls = RankCalls(2)
-    for rank, yes, began, ended, told in votes:
-        vote = calls.begin(rank, yes, began)
-        vote.ended, vote.told = ended, told
-    found = calls.problem_of_vote(calls.votes[0])
-    assert problem in found
-    assert bool(problem) == bool(found)
-
-
-def test_a_worker_is_killed_only_for_what_was_late() -> None:
-    held = TimersHeld()
-    assert not held.may_be_killed("w", 1.0)
-    held.acquires("w", "step", 5.0, 10.0)
-    assert not held.may_be_killed("w", 14.9)
-    assert held.may_be_killed("w", 15.0)
-    held.acquires("w", "step", 5.0, 12.0)  # in the place of that one
-    assert not held.may_be_killed("w", 16.9)
-    held.releases("w", "step", 16.9)
-    assert not held.may_be_killed("w", 17.0)
-    held.acquires("w", "step", 1.0, 20.0)
-    held.releases("w", "step", 21.0)  # late
-    assert held.may_be_killed("w", 22.0)
-    assert not held.may_be_killed("w", 22.0 + LATE_RELEASE)
-
-
-def test_the_time_for_which_shrink_only_keeps_replicas_out_is_counted() -> None:
-    def member(name: str, asked: int, *, shrinks: bool = False) -> Member:
-        return Member(name, name, asked, shrinks, 0.0, 1, 2, 2)
-
-    def quorum(**answered: int) -> Last:
-        return Last(frozenset(answered), answered, 0.0)
-
-    a, b, c = member("a", 2), member("b", 1), member("c", 1, shrinks=True)
-    kept = KeptOut()
-    kept.see([a, c], Last(frozenset(), {}, 0.0), 1.0)  # no quorum yet: all may be in
-    kept.see([a, b], quorum(a=1), 2.0)
-    assert kept.seconds(3.0) == 0.0
-    kept.see([a, b, c], quorum(a=1), 3.0)  # one that is itself kept out
-    assert kept.seconds(4.5) == 1.5
-    kept.see([member("a", 2, shrinks=True), c], quorum(a=2), 5.0)  # what was answered keeps nobody out, but c does
-    kept.see([a, member("c", 1)], quorum(a=1), 7.0)
-    assert kept.seconds(9.0) == 4.0
-    kept.see([member("a", 2, shrinks=True), b], quorum(a=1), 10.0)
-    kept.see([member("a", 2, shrinks=True), b], quorum(a=2), 10.5)
-    assert kept.seconds(20.0) == 4.5
 
 
 def test_a_plan_is_kept_as_text() -> None:

@@ -10,7 +10,7 @@ from torch.distributed import Store
 from worlds import World, simulated
 
 from ftcoord import concurrency
-from ftcoord.stop import AgreedStop
+from ftcoord.stop import KEYS, AgreedStop
 
 RANKS, STEPS = 3, 40
 
@@ -97,3 +97,24 @@ def ranks_stop_at_one_step(world: World) -> None:
 
 
 test_ranks_stop_at_one_step = simulated(ranks_stop_at_one_step, 200)
+
+
+class SlowStore(InstantStore):
+    """A store that takes a second to write a promise."""
+
+    def set(self, key: str, value: str) -> None:
+        if "/promise/" in key:
+            concurrency.sleep(1)
+        super().set(key, value)
+
+
+@simulated
+def test_a_rank_that_ends_in_the_middle_of_its_promise_has_made_it(world: World) -> None:
+    """Its process ends then, and the others wait for all promises."""
+    store = SlowStore()
+    with world.scheduler.process("rank 0"):
+        stop = AgreedStop(store, 0, 2, signals=())
+    stop.request("a test")
+    world.sleep(0.5)
+    stop.close()
+    assert store.multi_get([f"{KEYS}/promise/0", f"{KEYS}/promised"]) == [b"0", b"1"]

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from ftcoord.config import EtcdConfig
-from ftcoord.coordination.address import Job, parse_address
-from ftcoord.coordination.connection import connect
+from ftcoord.coordination.address import Job, connect, parse_address
 from ftcoord.core.manager_address import key_of, parted, with_token
 from ftcoord.errors import ConfigError
 

@@ -174,13 +174,6 @@ def test_a_line_names_who_is_to_leave(table: Screen) -> None:
     assert "; draining: host7" in table.out.getvalue()
 
 
-def test_lines_report_that_etcd_is_lost(table: Screen) -> None:
-    table.hear("finished")
-    table.etcd.away = True
-    (line,) = table.hear()
-    assert line[9:] == r"etcd does not answer: it is away\x1b[2J"
-
-
 def test_one_that_never_found_etcd_ends(screen: Screen) -> None:
     screen.etcd.away = True
     with pytest.raises(EtcdUnavailable):

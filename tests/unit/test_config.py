@@ -392,11 +392,6 @@ def test_refused_request_timeouts(value: Any) -> None:
         load(request_timeout=value)
 
 
-def test_a_refused_variable_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^FTCOORD_REQUEST_TIMEOUT='5s' "):
-        load(env={"FTCOORD_REQUEST_TIMEOUT": "5s"})
-
-
 def test_errors_use_the_names_the_caller_gives() -> None:
     with pytest.raises(ConfigError, match=r"^rdzv_endpoint='a:\*\*\*' "):
         load("a:x", names={"endpoints": "rdzv_endpoint"})

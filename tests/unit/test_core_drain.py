@@ -14,7 +14,6 @@ from ftcoord.core.rendezvous import (
     RoundCandidate,
     RoundOptions,
     RoundSituation,
-    call_back,
     decide,
     drain,
     outlook,
@@ -56,24 +55,6 @@ def drained(now: Round, *leavers: JoinRequest) -> Round:
     found = drain(now, leavers, WHY)
     assert isinstance(found, Round)
     return found
-
-
-def test_its_round_is_recalled_and_all_come_back() -> None:
-    mine = a_round("ABC")
-    now = drained(mine, ask("B", seated=1))
-    assert (now.drained, now.recalled, now.seats) == (("B",), WHY, mine.seats)
-    assert call_back(now, mine) == (1, WHY)
-
-
-def test_the_next_round_is_complete_without_it_though_it_still_ends_its_workers() -> None:
-    now = drained(a_round("ABC"), ask("B", seated=1))
-    members = [ask("A", after=1, seated=1), ask("B", seated=1), ask("C", after=1, seated=1)]
-    verdict = decide(situation(members, now), OPTIONS, NOW)
-    assert isinstance(verdict, Publish)
-    assert [seat.node for seat in verdict.record.seats] == ["A", "C"]
-    assert verdict.record.before == WHY
-    assert verdict.record.drained == ("B",)  # it may ask before it has read so
-    check_round(situation(members, now), verdict.record)
 
 
 def test_one_that_asks_before_it_has_heard_gets_no_seat() -> None:

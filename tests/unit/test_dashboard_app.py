@@ -180,19 +180,6 @@ def round_of(client: MemoryClient) -> RoundHead:
     return parse_decided(kv.key, kv.value)
 
 
-def test_a_node_is_drained_and_all_can_read_by_whom(site: Site) -> None:
-    site.may_act()
-    write_round(site.client, "x", "y")
-    answer = site.order(what="drain", name="x", reason="its fan is loud")
-    assert (answer.status, json.loads(answer.body)["did"][0].partition(":")[0]) == (200, "drained x on host of x")
-    found = round_of(site.client)
-    assert found.drained == ("x",)
-    assert found.recalled == (
-        "host of x was drained by ann through the page of me@here, from 192.0.2.7: its fan is loud"
-    )
-    assert json.loads(site.order(what="drain", name="x").body)["did"] == []
-
-
 def test_too_few_nodes_stay_only_where_that_is_forced(site: Site) -> None:
     site.may_act()
     write_round(site.client, "x")

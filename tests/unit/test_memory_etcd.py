@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from virtual import LOST_ANSWER, LOST_REQUEST, REFUSED, Fate, MemoryEtcd, Scheduler
+from virtual import MemoryEtcd, Scheduler
 
 from ftcoord import concurrency
-from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, OutcomeUnknown, Rewound
-from ftcoord.etcd.api import Batch, Began, Span, WatchItem
+from ftcoord.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseLost, Rewound
+from ftcoord.etcd.api import Began, Span, WatchItem
 
 SEEDS = range(20)
 
@@ -37,76 +37,6 @@ def took(call: Callable[[], object], error: type[EtcdError]) -> float:
     with pytest.raises(error):
         call()
     return concurrency.now() - before
-
-
-# -- fates ----------------------------------------------------------------------------------------------------------
-
-
-@virtual
-def test_a_call_that_is_refused_has_no_effect(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client, other = etcd.client(lambda _call: REFUSED), etcd.client()
-    assert took(lambda: client.put("/key", b""), EtcdUnavailable) < 0.1
-    assert took(lambda: client.get("/key"), EtcdUnavailable) < 0.1
-    world.sleep(100)
-    assert other.get("/key").one is None
-
-
-@virtual
-def test_a_lost_request_and_a_lost_answer_look_alike(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client, other = etcd.client(), etcd.client()
-    for fate, happened in ((LOST_REQUEST, False), (LOST_ANSWER, True)):
-        client.fate = lambda _call, fate=fate: fate
-        assert took(lambda: client.put("/key", b""), OutcomeUnknown) < 0.1
-        assert took(lambda: client.get("/key"), EtcdUnavailable) < 0.1
-        assert took(lambda: client.grant(10), EtcdUnavailable) < 0.1
-        world.sleep(100)
-        assert (other.get("/key").one is not None) is happened
-
-
-@virtual
-def test_a_late_request_takes_effect_after_its_caller_gave_up(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client, other = etcd.client(lambda _call: Fate(arrives=10)), etcd.client()
-    assert took(lambda: client.put("/key", b"late", timeout=2), OutcomeUnknown) == pytest.approx(2, abs=0.1)
-    assert took(lambda: client.put("/gone", b"", 12345, timeout=2), OutcomeUnknown) == pytest.approx(2, abs=0.1)
-    world.sleep(5)
-    assert other.get("/key").one is None
-    world.sleep(4)
-    assert other.get("/key").kvs[0].value == b"late"
-    assert other.get("/gone").one is None, "nobody hears that its lease is not known"
-
-
-# -- clients that are cut off ---------------------------------------------------------------------------------------
-
-
-@virtual
-def test_a_watch_that_is_interrupted_goes_on_and_misses_nothing(world: Scheduler, etcd: MemoryEtcd) -> None:
-    client, other = etcd.client(), etcd.client()
-    items: list[WatchItem] = []
-    client.watch(Span("/key"), 0, items.append)
-    other.put("/key", b"1")
-    world.sleep(1)
-    client.cut_off()
-    for value in (b"2", b"3"):
-        other.put("/key", value)
-    late: list[WatchItem] = []
-    client.watch(Span("/key"), 0, late.append)
-    client.watch(Span("/", is_prefix=True), 0, late.append)
-    world.sleep(1)
-    assert [type(item) for item in items] == [Began, Batch]
-    client.reconnect()
-    client.reconnect()
-    world.sleep(1)
-    assert [type(item) for item in items] == [Began, Batch, Began, Batch]
-    assert values(items) == [b"1", b"2", b"3"]
-    assert sum(isinstance(item, Began) for item in late) == 3, "at once, and twice since it is back"
-    other.put("/key", b"4")
-    world.sleep(1)
-    assert values(items)[-1] == b"4"
-    assert values(late)[-2:] == [b"4", b"4"]
-
-
-def values(items: list[WatchItem]) -> list[bytes]:
-    return [event.kv.value for item in items if isinstance(item, Batch) for event in item.events]
 
 
 # -- an etcd in trouble ---------------------------------------------------------------------------------------------

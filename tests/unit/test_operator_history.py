@@ -208,6 +208,13 @@ def test_of_quorums_the_last_that_lost_members_is_told() -> None:
     assert found.now == "Now it is training: quorum 4 has 2 replicas."  # not why nobody asks yet
     found = explain({**told_of(), "quorum": {**status, "state": "forming"}}, (), events(*past, prefix=QUORUM))
     assert found.now == "Now it is forming: quorum 4 has 2 replicas; x."
+    stopping = {**status, "state": "stopping", "stop": "asked by ann"}
+    found = explain({**told_of(), "quorum": stopping}, (), events(*past, prefix=QUORUM))
+    assert found.now == "Now it is stopping: quorum 4 has 2 replicas; asked by ann."
+    over = HistoryEvent("closed", 4, reason="stopped: all ranks at step 9: asked by ann")
+    stopped = {**told_of(), "quorum": {**status, "state": "stopped"}}
+    found = explain(stopped, (), events(*past, over, prefix=QUORUM))
+    assert found.text == "The run has stopped: all ranks at step 9: asked by ann."
     gone = [made(MissingReplica, 0, "a", "1", "killed"), made(MissingReplica, 1, "b", "2", "")]
     found = explain(
         {**told_of(), "quorum": {**status, "healthy": False, "missing": gone}}, (), events(*past, prefix=QUORUM)

@@ -16,7 +16,17 @@ from reports import seen
 from ftcoord.commands.ls_status_watch_history_why_doctor import status_lines
 from ftcoord.commands.shared import Terminal, to_json
 from ftcoord.core import death_records, quorum_records, rendezvous_records
-from ftcoord.core.layout import death_key, decided_key, member_id, member_key, quorum_prefix, run_prefix
+from ftcoord.core.elastic import Place
+from ftcoord.core.layout import (
+    death_key,
+    decided_key,
+    elastic_over_key,
+    elastic_stop_key,
+    member_id,
+    member_key,
+    quorum_prefix,
+    run_prefix,
+)
 from ftcoord.core.quorum import FAILED_COMMITS, QuorumOptions
 from ftcoord.core.quorum_records import QuorumRecord, QuorumRequest, QuorumSeat
 from ftcoord.core.rendezvous_records import JoinRequest, Round, Seat, WorkerFailure
@@ -95,13 +105,6 @@ def test_a_round_that_runs() -> None:
     assert found.next.reason == "round 3 is running on 2 nodes"
 
 
-def test_too_few_nodes_wait_in_the_deciders_words() -> None:
-    found = rounds(None, nodes(ask("a")))
-    assert (found.state, found.healthy, found.min_nodes, found.max_nodes) == ("forming", False, 2, 4)
-    assert (found.next.decision, found.next.reason) == ("wait", "1 of at least 2 nodes are there")
-    assert [one.standing for one in found.members] == ["waiting"]
-
-
 def test_enough_nodes_wait_for_the_last_call() -> None:
     found = rounds(None, nodes(ask("a"), ask("b")))
     assert found.next.reason == "2 nodes are there, 0 still to come back; the last call runs"
@@ -116,12 +119,10 @@ def test_a_node_that_is_gone_is_missing_with_its_cause() -> None:
     assert "died of signal 9" in found.next.reason
 
 
-def test_a_node_that_is_to_leave_is_draining_until_it_has_left() -> None:
-    record = replace(RUNNING, drained=("b",), recalled="host of b was drained")
-    found = rounds(record, nodes(ask("a", after=3, seated=3), ask("b", **in_round(3))))
-    assert {one.node: one.standing for one in found.members} == {"a": "waiting", "b": "draining"}
-    left = rounds(record, nodes(ask("a", after=3, seated=3)))
-    assert [one.standing for one in left.members] == ["waiting"]
+def test_a_round_whose_ranks_are_to_stop_is_stopping() -> None:
+    here = nodes(ask("a", **in_round(3)), ask("b", **in_round(3)))
+    found = rounds(replace(RUNNING, stop="stop asked by ann"), here)
+    assert (found.state, found.healthy, found.stop) == ("stopping", True, "stop asked by ann")
 
 
 def timers(*kvs: KeyValue) -> JobStatus:
@@ -283,6 +284,34 @@ def test_replicas_that_train() -> None:
         (0, "x", "training", 0),
         (1, "y", "training", 2),
     ]
+
+
+def test_members_of_an_elastic_run_have_its_ranks_and_are_behind_nobody() -> None:
+    """Who was behind as it asked took the state of rank 0 with its group."""
+    places = {"x": Place(0), "y": Place(14, 3, 1), "z": Place(14, 3, 0)}
+    asks = {name: place.request(name) for name, place in places.items()}
+    seats = tuple(QuorumSeat(member_id(9 + at), 1, one) for at, one in enumerate(asks.values()))
+    members = tuple(
+        member(QUORUM, 9 + at, quorum_records.encode(replace(builders.replica(one), asked=1)))
+        for at, one in enumerate(asks.values())
+    )
+    decided = kv(decided_key(QUORUM), quorum_records.encode_quorum(builders.quorum(4, seats, id=2)))
+    trains = GroupKeys(QUORUM, decided, {}, members)
+    found = seen(told_of(quorum=trains)["quorum"])
+    assert (found.state, found.healthy, found.max_step, found.stop) == ("training", True, 7, "")
+    assert [(one.rank, one.replica_id, one.step, one.behind, one.heals_from) for one in found.replicas] == [
+        (0, "z", 7, 0, ""),
+        (1, "y", 7, 0, ""),
+        (2, "x", 7, 0, ""),
+    ]
+    stops = told_of(quorum=replace(trains, stop=kv(elastic_stop_key(QUORUM), b"by ann")))
+    found = seen(stops["quorum"])
+    assert (found.state, found.healthy, found.stop) == ("stopping", True, "by ann")
+    assert (line_of(stops)["state"], line_of(stops)["note"]) == ("stopping", "by ann")
+    over = replace(trains, below_members=(), over=kv(elastic_over_key(QUORUM), b"stopped: all ranks at step 9: by ann"))
+    found = seen(told_of(quorum=over)["quorum"])
+    assert (found.state, found.healthy, found.missing) == ("stopped", True, [])
+    assert seen(told_of(quorum=replace(over, below_members=members))["quorum"]).state == "training"  # again
 
 
 def test_a_replica_that_waits_in_the_deciders_words() -> None:

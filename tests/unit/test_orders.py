@@ -11,7 +11,18 @@ from doors import Door
 from virtual import MemoryEtcd
 from virtual.etcd import MemoryClient
 
-from ftcoord.core.layout import decided_key, member_id, member_key, run_prefix
+from ftcoord.coordination.replica import order_stop
+from ftcoord.core.elastic import FINISHED, Place
+from ftcoord.core.layout import (
+    decided_key,
+    elastic_end_key,
+    elastic_stop_key,
+    member_id,
+    member_key,
+    quorum_prefix,
+    run_prefix,
+)
+from ftcoord.core.quorum_records import QuorumSeat, encode_quorum
 from ftcoord.core.rendezvous_records import Seat, encode, parse_decided
 from ftcoord.errors import EtcdUnavailable
 from ftcoord.etcd.api import Etcd, Get, Put, Span, TxnResult
@@ -79,3 +90,24 @@ def test_of_two_who_drain_at_once_the_second_sees_what_the_first_did(etcd: Memor
     with pytest.raises(NothingThere, match="1 of at least 2 nodes would be left"):
         planned(Overtaken(etcd, first), KEYS, Order("drain", JOB, "B", "bob", ""), 5.0)[1]()
     assert drained(etcd) == ("A",)
+
+
+def test_a_stop_that_comes_as_an_elastic_run_ends_is_not_for_the_next_one(etcd: MemoryClient) -> None:
+    """The last member to finish deletes what was asked; what is asked after that would stay."""
+    prefix = quorum_prefix(KEYS, JOB)
+    key, end = elastic_stop_key(prefix), elastic_end_key(prefix, 4)
+    assert "no group" in order_stop(etcd, prefix, "why", by="ann", timeout=5)
+    group = builders.quorum(4, (QuorumSeat("m", 1, Place(0).request("x")),), id=1)
+    etcd.put(decided_key(prefix), encode_quorum(group), etcd.grant(60).id)
+    ends = Overtaken(etcd, lambda: etcd.put(end, FINISHED))
+    assert "over" in order_stop(ends, prefix, "why", by="ann", timeout=5)
+    assert etcd.get(key).one is None
+    etcd.delete(Span(end))
+    done = planned(etcd, KEYS, Order("stop", JOB, "", "ann", "a fan"), 5.0)[1]()
+    assert done["did"] == ["asked all ranks of 'job' to stop at one agreed step: stop asked by ann: a fan"]
+    kv = etcd.get(key).one
+    assert kv is not None
+    assert (kv.value, kv.lease) == (b"stop asked by ann: a fan", etcd.get(decided_key(prefix)).kvs[0].lease)
+    assert planned(etcd, KEYS, Order("stop", JOB, "", "bob", ""), 5.0)[1]()["left"] == [
+        "it is to stop already: stop asked by ann: a fan"
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcoord.coordination import connection
+from ftcoord.coordination import address
 from ftcoord.coordination.address import parse_address
 
 JOB = "etcd://etcd.example:2379/job"
@@ -46,8 +46,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
             raise socket.gaierror(-2, "Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in found]
 
-    monkeypatch.setattr(connection.socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(connection.socket, "socket", Datagrams)
+    monkeypatch.setattr(address.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(address.socket, "socket", Datagrams)
     return known
 
 
@@ -67,13 +67,13 @@ def test_one_address_is_listened_at_and_it_is_the_published_one(
     names: dict[str, list[str]], known: list[str], hostname: str, expected: tuple[str, str]
 ) -> None:
     names["node"] = known
-    assert connection.own_place("[::]:7", hostname, parse_address(JOB)) == expected
+    assert address.own_place("[::]:7", hostname, parse_address(JOB)) == expected
 
 
 def test_a_host_that_knows_loopback_only_keeps_its_name(names: dict[str, list[str]]) -> None:
     names["node"] = ["127.0.1.1"]
     job = parse_address("etcd://127.0.0.1:2379/job")
-    assert connection.own_place("[::]:7", "node", job) == ("127.0.1.1:7", "node")
+    assert address.own_place("[::]:7", "node", job) == ("127.0.1.1:7", "node")
 
 
 @pytest.mark.parametrize("known", [[], ["203.0.113.5"]], ids=["unknown", "of a gateway to this host"])
@@ -82,13 +82,13 @@ def test_a_name_without_an_address_of_this_host_is_reached_at_any_with_a_warning
 ) -> None:
     names["node"] = known
     with caplog.at_level(logging.WARNING):
-        assert connection.own_place("[::]:7", "node", parse_address(JOB)) == ("[::]:7", "node")
+        assert address.own_place("[::]:7", "node", parse_address(JOB)) == ("[::]:7", "node")
     assert "bind=ADDRESS in the job's address" in caplog.text
 
 
 @pytest.mark.parametrize("bind", ["127.0.0.1:7", "0.0.0.0:7", "host:7"])
 def test_what_a_script_binds_to_is_respected(names: dict[str, list[str]], bind: str) -> None:
-    assert connection.own_place(bind, "node", parse_address(JOB)) == (bind, "node")
+    assert address.own_place(bind, "node", parse_address(JOB)) == (bind, "node")
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_what_a_script_binds_to_is_respected(names: dict[str, list[str]], bind: 
     ],
 )
 def test_the_jobs_address_comes_first(names: dict[str, list[str]], given: str, expected: tuple[str, str]) -> None:
-    assert connection.own_place("[::]:7", "node", parse_address(f"{JOB}?bind={given}")) == expected
+    assert address.own_place("[::]:7", "node", parse_address(f"{JOB}?bind={given}")) == expected

@@ -499,24 +499,6 @@ def test_either_end_notices_a_host_that_lost_its_power(served: Served) -> None:
                 assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
 
 
-def test_a_forked_child_holds_no_connection_open(served: Served) -> None:
-    """Else a process that died would seem to live for as long as its children do."""
-    line, stranger = served.line("mine"), served.stranger()
-    welcomed(stranger)
-    hidden = set(fork._hidden)
-    assert len(hidden) >= 1 + 2 + 3  # the listener, the wakes, the port's ends of two connections, and the caller's
-
-    def sockets() -> None:
-        left = [one for one in hidden if os.readlink(f"/proc/self/fd/{one}").startswith("socket:")]
-        if left:
-            raise LookupError(f"{left} are open")
-
-    assert in_fork(sockets) == "None"
-    with contextlib.closing(stranger):
-        served.echoes(line)
-    eventually(lambda: served.handler.ended() == ["mine"], "its end is noticed")
-
-
 def test_a_forked_child_keeps_no_socket_of_a_hidden_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
         at = listener.getsockname()

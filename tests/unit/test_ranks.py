@@ -13,7 +13,6 @@ from hypothesis import given, strategies as st
 from ftcoord import concurrency
 from ftcoord.coordination.ranks import RankGroup, RankRequest, WaitingCall
 from ftcoord.core.quorum_records import QuorumRecord
-from ftcoord.errors import EtcdUnavailable
 
 
 def ask(rank: int) -> RankRequest:
@@ -38,23 +37,13 @@ def group(decides: Decides, world_size: int = 2) -> RankGroup:
     return RankGroup("g", world_size, decides, allow_kill=False)
 
 
-@pytest.mark.parametrize("error", [TimeoutError("late"), EtcdUnavailable("away")], ids=repr)
-def test_a_failure_is_told_to_all(error: Exception) -> None:
-    ranks = group(Decides(error))
-    first, _ = ranks.quorum(ask(0))
-    second, conclude = ranks.quorum(ask(1))
-    assert conclude is not None
-    conclude.run()
-    assert first.outcome.exception(0) is second.outcome.exception(0) is error
-
-
 def test_an_interrupt_is_its_owners_and_the_others_are_told_to_ask_again() -> None:
     ranks = group(Decides(KeyboardInterrupt()))
-    first, _ = ranks.quorum(ask(0))
-    _, conclude = ranks.quorum(ask(1))
-    assert conclude is not None
+    first = ranks.quorum(ask(0))
+    last = ranks.quorum(ask(1))
+    assert last.ask is not None
     with pytest.raises(KeyboardInterrupt):
-        conclude.run()
+        last.ask()
     with pytest.raises(RuntimeError, match="ask again"):
         first.outcome.result(0)
 
@@ -62,28 +51,18 @@ def test_an_interrupt_is_its_owners_and_the_others_are_told_to_ask_again() -> No
 def test_a_request_that_was_given_up_does_not_count_for_an_earlier_call_of_its_rank() -> None:
     decides = Decides()
     ranks = group(decides)
-    kept, _ = ranks.quorum(ask(0))
-    given_up, _ = ranks.quorum(replace(ask(0), handle="given up"))
+    kept = ranks.quorum(ask(0))
+    given_up = ranks.quorum(replace(ask(0), handle="given up"))
     assert given_up.leave()
-    _, conclude = ranks.quorum(ask(1))
-    assert conclude is not None
-    conclude.run()
+    last = ranks.quorum(ask(1))
+    assert last.ask is not None
+    last.ask()
     assert kept.outcome.result(0).number == 1
     assert not given_up.outcome.done()
     assert decides.asked[0][0].handle == ""
 
 
 # -- votes ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_vote_that_was_given_up_has_no_effect() -> None:
-    ranks = group(Decides())
-    assert ranks.vote(0, 1, False).leave()
-    first = ranks.vote(1, 1, True)
-    assert not first.outcome.done()
-    second = ranks.vote(0, 1, True)
-    assert first.outcome.result(0) is second.outcome.result(0) is True
-    assert not second.leave(), "it has counted"
 
 
 acts = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([True, True, False, None])), max_size=40)

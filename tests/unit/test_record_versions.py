@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from dataclasses import fields
 from typing import Final
 
@@ -23,22 +22,10 @@ from ftcoord.core.quorum_records import (
     QuorumSeat,
     ReplicaRecord,
     encode,
-    encode_quorum,
-    parse_quorum,
     parse_replica,
 )
 from ftcoord.core.rendezvous import RoundCandidate, RoundOptions, RoundSituation, decide
-from ftcoord.core.rendezvous_records import (
-    Away,
-    Chunk,
-    JoinRequest,
-    RoundHead,
-    Seat,
-    WorkerFailure,
-    encode as encode_round,
-    parse_decided,
-    parse_join_request,
-)
+from ftcoord.core.rendezvous_records import Away, Chunk, JoinRequest, RoundHead, Seat, WorkerFailure
 from ftcoord.core.strict import V4, VERSION
 from ftcoord.core.timers import LAYOUT as TIMERS_LAYOUT, HeldTimers, Timer, Worker
 from ftcoord.core.verdict import Publish, Wait
@@ -88,7 +75,6 @@ def test_no_field_comes_or_goes_without_a_new_version() -> None:
 
 REQUEST = QuorumRequest("b", "addr", "store", 0, 1, False, "", 0, ())
 ASK = JoinRequest("b", "b", 1, 0, "b", "", 1, 2)
-DECIDED = builders.round_(1, (Seat(member_id(2), "b", "b"),), limits=(1, 2))
 
 
 def as_release_before(value: bytes, version: int, *without: str) -> bytes:
@@ -97,7 +83,6 @@ def as_release_before(value: bytes, version: int, *without: str) -> bytes:
 
 
 OLD_REPLICA = as_release_before(encode(ReplicaRecord(REQUEST, 1, 0, 0)), 2, "heard", "min_replicas")
-OLD_ASK = as_release_before(encode_round(ASK), 1, "holds", "failed")
 
 
 @pytest.mark.parametrize(
@@ -106,16 +91,6 @@ OLD_ASK = as_release_before(encode_round(ASK), 1, "holds", "failed")
 def test_a_replica_of_another_release_is_named_for_what_it_is(value: bytes) -> None:
     with pytest.raises(StateError, match=r"layout version .*reads 4: use one release in all of a job"):
         parse_replica("key", value)
-
-
-def test_what_another_release_decided_is_refused_by_name() -> None:
-    decided = encode_quorum(QuorumRecord(1, 1, (QuorumSeat(member_id(2), 1, REQUEST),), (), 0.0))
-    with pytest.raises(StateError, match=r"layout version 2.*one release in all of a job"):
-        parse_quorum("decided", as_release_before(zlib.decompress(decided), 2))
-    with pytest.raises(StateError, match=r"layout version 1.*one release in all of a job"):
-        parse_decided("decided", as_release_before(encode_round(DECIDED), 1))
-    with pytest.raises(StateError, match=r"layout version 1.*one release in all of a job"):
-        parse_join_request("key", OLD_ASK)
 
 
 def seen(*members: bytes, decided: bytes | None = None) -> View:

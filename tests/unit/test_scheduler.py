@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 
-import pytest
 from virtual.scheduler import Scheduler, Stuck
 
 from ftcoord import concurrency
@@ -29,22 +27,6 @@ def start(*targets: Callable[[], object]) -> list[concurrency.Thread]:
 def join(threads: list[concurrency.Thread]) -> None:
     for thread in threads:
         thread.join()
-
-
-def test_time_passes_only_where_somebody_waits() -> None:
-    world = Scheduler(1)
-
-    def main() -> tuple[float, float]:
-        before, wall = concurrency.now(), concurrency.wall()
-        concurrency.event().wait(1000.0)
-        world.sleep(1000.0)
-        return concurrency.now() - before, concurrency.wall() - wall
-
-    began = time.monotonic()
-    passed, wall = world.run(main)
-    assert 2000 <= passed < 2000.1
-    assert passed == pytest.approx(wall)
-    assert time.monotonic() - began < 60, "it waited indeed"
 
 
 def test_the_seed_decides_and_the_same_one_decides_alike() -> None:
@@ -110,30 +92,3 @@ def test_a_deadlock_names_who_waits_for_which_lock() -> None:
         assert "main of main waits for the end of thread" in text
         assert "test_scheduler.py" in text
         assert "in take" in text
-
-
-def test_a_process_that_is_paused_stands_still_while_time_passes() -> None:
-    def main() -> tuple[int, int, bool]:
-        beats: list[float] = []
-        stop = concurrency.event()
-
-        def beat() -> None:
-            while not stop.wait(1.0):
-                beats.append(concurrency.now())
-
-        with world.process("other"):
-            threads = start(beat)
-        world.sleep(5.5)
-        world.pause("other")
-        before = len(beats)
-        world.sleep(100)
-        during = len(beats) - before
-        world.resume("other")
-        world.sleep(0.5)
-        stop.set()
-        join(threads)
-        return before, during, len(beats) > before
-
-    for seed in SEEDS:
-        world = Scheduler(seed)
-        assert world.run(main) == (5, 0, True)

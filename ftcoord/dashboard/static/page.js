@@ -5,7 +5,7 @@ const MOODS = {
   busy: ["forming", "seating", "seated", "waiting", "asking", "called back", "spare", "idle", "opening", "empty"],
   bad: ["failed", "degraded", "unreadable", "away", "refused", "missing", "lost", "needs a look",
     "leaving", "died", "expired", "closed"],
-  going: ["draining"],
+  going: ["draining", "stopping"],
 };
 const main = document.getElementById("main");
 const job = new URLSearchParams(location.search).get("job");
@@ -218,7 +218,7 @@ function roundsCard(group, counts) {
   const facts = [
     ["seats", `${group.size}${limits}`],
     ["bootstrap", group.size && !group.closed ? `${group.address}:${group.port}` : ""],
-    ["closed", group.closed], ["recalled", group.recalled], ["round before", group.before],
+    ["closed", group.closed], ["stop", group.stop], ["recalled", group.recalled], ["round before", group.before],
   ];
   const columns = about.acts ? [...nodeColumns, evictColumn, drainColumn] : nodeColumns;
   return groupCard(`Round ${group.number}`, "round", group, counts, { members: "members", facts, columns });
@@ -227,7 +227,7 @@ function roundsCard(group, counts) {
 function quorumCard(group, counts) {
   const facts = [
     ["replicas", `${group.size} (min_replicas ${group.min_replicas})`],
-    ["step", String(group.max_step)],
+    ["stop", group.stop], ["step", String(group.max_step)],
     ["decided", group.created ? new Date(group.created * 1000).toLocaleString() : ""],
   ];
   const columns = about.acts ? [...replicaColumns, evictColumn, killColumn] : replicaColumns;

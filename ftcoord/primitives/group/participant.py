@@ -242,25 +242,19 @@ class Participant(Generic[R, A]):
         etcd: the etcd client.
         use: what the group is about.
         options: how it behaves.
-        changed: notified whenever there may be news; a new condition, if None.
         lost: called when a lease of its is lost, on the keep-alive thread or a group's; must not block.
     """
 
     def __init__(
-        self,
-        etcd: Etcd,
-        use: Use[R, A],
-        options: ParticipantOptions,
-        changed: concurrency.Condition | None = None,
-        lost: Callable[[], object] = lambda: None,
+        self, etcd: Etcd, use: Use[R, A], options: ParticipantOptions, lost: Callable[[], object] = lambda: None
     ) -> None:
         self._etcd, self._use, self._options, self._lost = etcd, use, options, lost  # never change
         self._writing = concurrency.lock("Participant._writing")
         """Held while a member is made or written. May be held while `_changed` is taken, never the other way round."""
         self._said: A | None = None  # guarded by _writing
         """What this member's key has, or will have as soon as etcd takes it."""
-        self._changed = changed or concurrency.condition("Participant._changed")
-        """Never held over a request. It guards what follows."""
+        self._changed = concurrency.condition("Participant._changed")
+        """Notified whenever there may be news. Never held over a request. It guards what follows."""
         self.member: Membership[R] | None = None  # read anywhere; a new one only with _writing held too
         """The incarnation that lives now."""
         self._ids: list[str] = []

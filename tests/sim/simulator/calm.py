@@ -110,8 +110,8 @@ def _all_who_ask_are_answered(world: World, draw: random.Random) -> None:
         replica = draw.choice(draw.choice(trainers)[1].replicas)
         if what == "office" and office is not None:
             world.etcd.expire(office.lease)
-        elif what == "lease" and replica.joined:
-            world.etcd.expire(replica._participant.lease)
+        elif what == "lease" and replica.participant.joined:
+            world.etcd.expire(replica.participant.lease)
         else:
             world.sockets.break_one(draw)
         until = world.scheduler.time + draw.uniform(0, 2 * ANSWERED_WITHIN)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from ftcoord import concurrency
 from ftcoord.coordination import manager, ranks
-from ftcoord.coordination.manager import GroupIdentity, ManagedGroup
+from ftcoord.coordination.manager import ManagedGroup
 from ftcoord.coordination.manager_client import ManagerClient
 from ftcoord.coordination.ranks import RankGroup, RankRequest
 from ftcoord.core.quorum_records import QuorumRecord
@@ -78,9 +78,17 @@ def managers_installed(world: World) -> Iterator[None]:
 class JudgedGroup(ManagedGroup):
     """Has an oracle look at what it asks for, and what it is told, in the name of all ranks."""
 
-    def __init__(self, process: Process, role: Group, identity: GroupIdentity) -> None:
+    def __init__(self, process: Process, role: Group, world_size: int) -> None:
         self._process, self._role = process, role
-        super().__init__(identity, "etcd", "[::]:0", CONNECT_TIMEOUT.total_seconds())
+        super().__init__(
+            role.name,
+            "etcd",
+            process.name,
+            bind="[::]:0",
+            store_addr="store:1",
+            world_size=world_size,
+            connect_timeout=CONNECT_TIMEOUT.total_seconds(),
+        )
 
     def _ask(self, requests: Mapping[int, RankRequest], last: RankRequest) -> QuorumRecord:
         self._process.check(self._role.asks, {rank: int(one.metadata) for rank, one in requests.items()}, last)
@@ -107,7 +115,7 @@ class Group(Role):
             self.calls = RankCalls(size)
             self.world.oracles.calls.append((process.name, self.calls))
             try:
-                group = JudgedGroup(process, self, GroupIdentity(self.name, process.name, "store:1", size))
+                group = JudgedGroup(process, self, size)
             except RuntimeError as error:
                 process.note("!", f"is refused: {error}")
                 process.rest(RESTART_PAUSE)

@@ -73,6 +73,14 @@ MUTANTS: Final = (
         "newest[ask.node] is member and ask.limits == self.limits:", "newest[ask.node] is member:", ("rounds",),
     ),
     Mutant(
+        "a newcomer waits though there is room", "ftcoord.core.rendezvous",
+        "if new and not previous.stop and len(previous.seats) - len(gone) < situation.limits[1]:", "if False:", ROUNDS,
+    ),
+    Mutant(
+        "a spare recalls a full round", "ftcoord.core.rendezvous",
+        "len(previous.seats) - len(gone) < situation.limits[1]:", "len(previous.seats) - len(gone) < 99:", ROUNDS,
+    ),
+    Mutant(
         "a run that finished is started again", "ftcoord.core.rendezvous",
         'return restart == "always" or (restart == "failed" and closed.outcome in (records.FAILED, records.STOPPED))',
         'return restart != "never"', ENDS,
