@@ -181,7 +181,7 @@ def told(times: dict[bool, list[float]], call: float) -> str:
 {RANKS} processes count steps of {STEP * 1000:g} ms, one of them three times slower, as members of an elastic run. A
 random one gets SIGTERM, and is killed with -9 in half of the trials once its request is recorded. All others stopped
 before the same step: {trials} of {trials}. Seconds from the signal until the last of them knows that step; where the
-announcer is killed, that takes about as long as its lease lives (5 s).
+announcer is killed, they form another group first.
 
 {table(["announcer", "trials", "median", "worst"], rows)}
 {verdict(f"median {usual:.2f} s where nobody dies", usual <= TOLD, f"{TOLD:g} s")}

@@ -339,7 +339,6 @@ may have committed a step twice or been in two groups of one number, and each lo
 
 {table(["torch", "what happens", "times", "p50, s", "p99, s", "worst, s", "targets"], rows)}
 - A stopped process is noticed when its lease ends, after 5 to 7.5 s.
-- So is one that is killed in its first second: it has no sentinel yet.
 - etcd takes one to two seconds to elect another leader, and nothing is decided meanwhile.
 - An agent of `ftcoord run` that is killed ends its process with it.
 """
