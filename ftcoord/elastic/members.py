@@ -22,26 +22,14 @@ from ftcoord import concurrency
 from ftcoord.closing import Closing, weakly
 from ftcoord.coordination.address import Job, connect
 from ftcoord.coordination.replica import Replica, order_stop
+from ftcoord.core import layout
 from ftcoord.core.elastic import FINISHED, Arrangement, Place, arranged
 from ftcoord.core.history import HistoryEvent
-from ftcoord.core.layout import (
-    Span,
-    decided_key,
-    elastic_end_key,
-    elastic_ends_span,
-    elastic_over_key,
-    elastic_run_span,
-    elastic_stop_key,
-    elastic_store_prefix,
-    member_key,
-    member_of,
-    members_span,
-)
 from ftcoord.core.quorum_records import QuorumRecord, parse_replica
 from ftcoord.elastic.group import Group
 from ftcoord.errors import EtcdError, FtcoordError
 from ftcoord.escaping import named
-from ftcoord.etcd.api import Delete, Get, KeyValue, Op, Put
+from ftcoord.etcd.api import Delete, Get, KeyValue, Op, Put, Span
 from ftcoord.logs import log_change
 from ftcoord.primitives.deaths import causes_of
 from ftcoord.primitives.group.record import event_puts
@@ -86,7 +74,7 @@ class Members(Closing):
         self._ends = ExitStack()
         self._ends.callback(self._etcd.close)
         self._prefix = self._job.prefix
-        self._over_key, self._stop_key = elastic_over_key(self._prefix), elastic_stop_key(self._prefix)
+        self._over_key, self._stop_key = layout.elastic_over_key(self._prefix), layout.elastic_stop_key(self._prefix)
         self._since = self._etcd.get(self._over_key).revision
         """etcd's revision when this process came: a run that had stopped before is continued."""
         self.store = self.open_store()
@@ -100,7 +88,11 @@ class Members(Closing):
         self._seen: set[str] = set()
         """Members that were there."""
         self._replicas = ParsedKeys(parse_replica)
-        spans = [members_span(self._prefix), elastic_ends_span(self._prefix), elastic_run_span(self._prefix)]
+        spans = [
+            layout.members_span(self._prefix),
+            layout.elastic_ends_span(self._prefix),
+            layout.elastic_run_span(self._prefix),
+        ]
         report, failed = weakly(self._report), weakly(self._fail)
         self._watch = Informer(self._etcd, spans, report, "ftcoord-elastic", failed, gathers=True)
         self._ends.callback(self._watch.close)
@@ -159,7 +151,7 @@ class Members(Closing):
 
     def open_store(self) -> EtcdStore:
         """The run's store, to be closed."""
-        return EtcdStore(self._etcd, elastic_store_prefix(self._prefix), ttl=STORE_TTL)
+        return EtcdStore(self._etcd, layout.elastic_store_prefix(self._prefix), ttl=STORE_TTL)
 
     def rank(self, arrangement: Arrangement) -> int:
         """This process's rank."""
@@ -181,7 +173,10 @@ class Members(Closing):
         return f"{len(live)} of at least {self._fewest} members live{missing}. Start more, or lower min_size"
 
     def _live(self) -> Collection[str]:
-        return {member_of(kv.key) for kv in self._etcd.range(Get(members_span(self._prefix), keys_only=True)).kvs}
+        return {
+            layout.member_of(kv.key)
+            for kv in self._etcd.range(Get(layout.members_span(self._prefix), keys_only=True)).kvs
+        }
 
     # -- the group's end ------------------------------------------------------------------------------------------
 
@@ -219,10 +214,10 @@ class Members(Closing):
         lease = self._etcd.grant(STORE_TTL).id
         event = HistoryEvent("closed", group.number, reason=how, by=self.name, wall_ms=int(concurrency.wall() * 1000))
         also: list[Op] = [Put(self._over_key, how.encode(), lease), Delete(Span(self._stop_key))]
-        if (record := self._etcd.get(decided_key(self._prefix)).one) is not None:
+        if (record := self._etcd.get(layout.decided_key(self._prefix)).one) is not None:
             at = record.mod_revision
             also += event_puts(self._prefix, [event], record.lease, revision=at, writer=secrets.token_hex(8))
-        end = Put(elastic_end_key(self._prefix, group.number), FINISHED, lease)
+        end = Put(layout.elastic_end_key(self._prefix, group.number), FINISHED, lease)
         write_once(self._etcd, end, None, also=also, timeout=self._join_timeout)
 
     def ask_stop(self, reason: str) -> None:
@@ -238,11 +233,11 @@ class Members(Closing):
         if self._ends_run(run.kvs.get(self._over_key)) and not self._is_over.is_set():
             self._is_over.set()
             self._replica.participant.nudge()
-        live = {member_of(key) for key in members.kvs}
+        live = {layout.member_of(key) for key in members.kvs}
         self._seen |= live
         if group is None:
             return
-        if (ended := ends.kvs.get(elastic_end_key(self._prefix, group.number))) is not None:
+        if (ended := ends.kvs.get(layout.elastic_end_key(self._prefix, group.number))) is not None:
             why = value_of(ended)
             if why == FINISHED:
                 group.finish()
@@ -255,11 +250,11 @@ class Members(Closing):
                 group.end(f"{name} is lost")
         # While the members are to stop, who comes waits until they have, and ends then.
         new = live - {*arrangement.members} if self._stop_key not in run.kvs else set[str]()
-        waiting = [kv for key, kv in members.kvs.items() if member_of(key) in new]
+        waiting = [kv for key, kv in members.kvs.items() if layout.member_of(key) in new]
         group.note_newcomer(next((one.request.replica_id for _, one in self._replicas.of(waiting)), ""))
 
     def _is_gone(self, member: str) -> bool:
-        return self._etcd.get(member_key(self._prefix, member)).one is None
+        return self._etcd.get(layout.member_key(self._prefix, member)).one is None
 
     def _fail(self, error: BaseException) -> None:
         if self._group is not None:
